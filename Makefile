@@ -1,0 +1,54 @@
+# Each goal does its own set-up, in .venv, the first time; after that it starts at once.
+# All that a machine needs is make and Python 3.11 or newer.
+
+PYTHON ?= python3
+# Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6".
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.torchferry-ready
+CONFORMANCE := ../shared/conformance/test_pg_transport.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format conformance wheel clean distclean
+
+help: ## list these goals
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(READY) ## four workers train, one is killed, its replacement catches up
+	@$(BIN)/torchferry demo $(DEMO_ARGS)
+
+test: $(READY) ## run the tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY) ## formatting, lint, types, and the rules of the architecture
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/architecture
+
+format: $(READY) ## put formatting and import order right
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+# -B and no:cacheprovider: the suite's folder may be read-only, and nothing is to be written to it.
+conformance: $(READY) ## run PGTransport's contract, where it lies beside this checkout
+	@test -f $(CONFORMANCE) || { \
+	  echo "There is no $(CONFORMANCE): the contract's suite is not part of this repository."; exit 1; }
+	@$(BIN)/python -B -m pytest -p no:cacheprovider $(CONFORMANCE)
+
+wheel: $(READY) ## build the wheel into dist/
+	@$(BIN)/python -m build --wheel
+
+clean: ## remove what building and testing leave behind
+	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find src tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	@rm -rf $(VENV)
+
+$(READY): pyproject.toml Makefile scripts/set_up_venv.sh
+	@sh scripts/set_up_venv.sh "$(PYTHON)" $(VENV)
+	@touch $@

@@ -1,0 +1,201 @@
+"""What arrives against what it would overwrite: every difference, before the first byte.
+
+Both states are manifests, made by the same describer, so comparing them is pure. The result is the list
+of pairs that fit, and of all that do not, each with its path and both sides' values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
+from torchferry.core.manifest import OPAQUE, VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.tree import Path, format_path, occurrences
+from torchferry.errors import Mismatch
+
+PICKLED = "pickled"
+_VALUES = frozenset({VALUE, OPAQUE, PICKLED})
+
+
+class Pair(NamedTuple):
+    """A place that both states have, and the leaves that stand there."""
+
+    path: Path
+    incoming: int
+    local: int
+
+
+class TensorPair(NamedTuple):
+    """A tensor that arrives and the local tensor that takes it."""
+
+    path: Path
+    incoming: int
+    local: int
+
+
+class Comparison(NamedTuple):
+    """`pairs` holds the places in common; with any mismatch, nothing may be written."""
+
+    pairs: tuple[Pair, ...]
+    mismatches: tuple[Mismatch, ...]
+
+
+def compare(incoming: Manifest, local: Manifest, *, strict: bool) -> Comparison:
+    """Pair the leaves of two states by path, and list every way in which they do not fit.
+
+    With `strict`, a path that only one side has is a mismatch; without it, such a path is left alone.
+    """
+    local_leaves = dict(occurrences(local))
+    pairs: list[Pair] = []
+    mismatches: list[Mismatch] = []
+    for path, leaf in occurrences(incoming):
+        if path in local_leaves:
+            pairs.append(Pair(path, leaf, local_leaves.pop(path)))
+        elif strict:
+            shown = describe(incoming, incoming.leaves[leaf])
+            mismatches.append(Mismatch(format_path(path), "no such path here", shown, "nothing"))
+    if strict:
+        mismatches.extend(
+            Mismatch(
+                format_path(path),
+                "the peer has no such path",
+                "nothing",
+                describe(local, local.leaves[leaf]),
+            )
+            for path, leaf in local_leaves.items()
+        )
+    for pair in pairs:
+        mismatches.extend(_differences(incoming, local, pair))
+    if not mismatches:
+        mismatches.extend(_conflicts(incoming, local, pairs))
+    return Comparison(tuple(pairs), tuple(mismatches))
+
+
+def tensor_pairs(incoming: Manifest, local: Manifest, pairs: tuple[Pair, ...]) -> list[TensorPair]:
+    """List the tensors behind pairs that fit."""
+    return [
+        TensorPair(pair.path, theirs, ours)
+        for pair in pairs
+        for theirs, ours in zip(
+            incoming.leaves[pair.incoming].parts, local.leaves[pair.local].parts, strict=False
+        )
+    ]
+
+
+def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
+    """Say whether the bytes of one can be the bytes of the other, moved as a block."""
+    return (
+        incoming.itemsize == local.itemsize
+        and incoming.conj == local.conj
+        and incoming.neg == local.neg
+        and all(
+            theirs == ours or n <= 1
+            for n, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
+        )
+    )
+
+
+def describe(manifest: Manifest, leaf: Leaf) -> str:
+    """Say in a few words what a leaf is."""
+    if not leaf.parts:
+        return f"a {leaf.kind}"
+    parts = ", ".join(
+        f"{manifest.tensors[part].dtype}{list(manifest.tensors[part].shape)}" for part in leaf.parts
+    )
+    return f"{leaf.kind} {parts}"
+
+
+def _differences(incoming: Manifest, local: Manifest, pair: Pair) -> Iterator[Mismatch]:
+    theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
+    path = format_path(pair.path)
+    if theirs.kind in _VALUES and ours.kind in _VALUES:
+        return
+    if theirs.kind != ours.kind:
+        yield Mismatch(path, "kind", describe(incoming, theirs), describe(local, ours))
+        return
+    if theirs.fixed != ours.fixed:
+        yield Mismatch(path, f"{theirs.kind} form", str(theirs.fixed), str(ours.fixed))
+    if len(theirs.parts) != len(ours.parts):
+        yield Mismatch(path, "number of parts", str(len(theirs.parts)), str(len(ours.parts)))
+    for part, mine in zip(theirs.parts, ours.parts, strict=False):
+        a, b = incoming.tensors[part], local.tensors[mine]
+        if a.dtype != b.dtype:
+            yield Mismatch(path, "dtype", a.dtype, b.dtype)
+        if a.shape != b.shape:
+            yield Mismatch(path, "shape", str(list(a.shape)), str(list(b.shape)))
+        elif overlaps_itself(b) and not same_layout(a, b):
+            yield Mismatch(
+                path,
+                "the local tensor's items share memory, the incoming ones do not in the same way",
+                f"strides {list(a.stride)}",
+                f"strides {list(b.stride)}",
+            )
+
+
+def _conflicts(incoming: Manifest, local: Manifest, pairs: list[Pair]) -> Iterator[Mismatch]:
+    """Find local bytes that two different incoming values would be written to."""
+    by_storage: defaultdict[int, list[TensorPair]] = defaultdict(list)
+    for pair in tensor_pairs(incoming, local, tuple(pairs)):
+        by_storage[local.tensors[pair.local].storage].append(pair)
+    for sharing in by_storage.values():
+        distinct = {_mapping(incoming, local, pair): pair for pair in reversed(sharing)}
+        if len(distinct) > 1:
+            yield from _conflicts_among(incoming, local, list(reversed(distinct.values())))
+
+
+def _conflicts_among(incoming: Manifest, local: Manifest, pairs: list[TensorPair]) -> Iterator[Mismatch]:
+    try:
+        used = [footprint(local.tensors[pair.local]) for pair in pairs]
+        if _disjoint(used):
+            return
+        for index, pair in enumerate(pairs):
+            for earlier in range(index):
+                other = pairs[earlier]
+                if not _agree(incoming, local, pair, other) and not _disjoint([used[index], used[earlier]]):
+                    yield Mismatch(
+                        format_path(pair.path),
+                        f"shares local memory with {format_path(other.path)}, and two values can't "
+                        "be kept in one place",
+                        "two values",
+                        "one storage",
+                    )
+    except TooIntricate as error:
+        yield Mismatch(
+            format_path(pairs[0].path),
+            "the local views overlap too irregularly to compare",
+            "separate values",
+            str(error),
+        )
+
+
+def _disjoint(footprints: list[list[Extent]]) -> bool:
+    extents = [extent for each in footprints for extent in each]
+    return sum(e.nbytes for e in union(extents)) == sum(e.nbytes for e in extents) and len(
+        set(extents)
+    ) == len(extents)
+
+
+def _agree(incoming: Manifest, local: Manifest, one: TensorPair, two: TensorPair) -> bool:
+    """Say whether both pairs move their storage as one block, so that shared bytes stay the same."""
+    a, b = incoming.tensors[one.incoming], incoming.tensors[two.incoming]
+    x, y = local.tensors[one.local], local.tensors[two.local]
+    return (
+        a.storage == b.storage
+        and x.offset - a.offset == y.offset - b.offset
+        and same_layout(a, x)
+        and same_layout(b, y)
+    )
+
+
+def _mapping(incoming: Manifest, local: Manifest, pair: TensorPair) -> object:
+    """Say which incoming address goes to which local one, whatever the order of the dimensions.
+
+    Tied weights of which one is a transpose of the other have the same mapping.
+    """
+    a, b = incoming.tensors[pair.incoming], local.tensors[pair.local]
+    steps = sorted(
+        (theirs, ours, n) for n, theirs, ours in zip(a.shape, a.stride, b.stride, strict=True) if n != 1
+    )
+    return (a.storage, a.offset, a.itemsize, a.conj, a.neg, b.offset, b.conj, b.neg, tuple(steps))

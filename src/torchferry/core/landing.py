@@ -1,0 +1,156 @@
+"""Where the bytes of each extent go in a local state: straight into memory wherever they may.
+
+Three ways, best first:
+- Direct: the extent's bytes are written, as they are, at a fixed distance in a local storage. Allowed
+  only if every byte of the extent is some paired tensor's, or the neighbours would be overwritten.
+- Spread: item by item into a local tensor of another layout, chunk by chunk.
+- Whole: into scratch memory, and copied once all of it is there. For the few tensors whose items can't be
+  taken in order of address; the only way that needs memory of the tensor's size.
+
+An extent with none of them is received and thrown away.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchferry.core.compare import TensorPair, same_layout
+from torchferry.core.extents import Extent, footprint, nested_dims, union
+from torchferry.core.manifest import Manifest
+
+
+class Direct(NamedTuple):
+    """Add `delta` to an incoming address to get the one in local storage `storage`.
+
+    A storage below zero is scratch: ~storage is the incoming storage that it stands for.
+    """
+
+    storage: int
+    delta: int
+
+
+class Spread(NamedTuple):
+    """Items of an incoming tensor go one by one into a local tensor.
+
+    `covers` says that the tensor is all of the extent, so that the n-th item is at n * itemsize of the
+    extent's packed bytes; otherwise the extent is plain and items are found by address.
+    """
+
+    incoming: int
+    local: int
+    covers: bool
+
+
+class Landing(NamedTuple):
+    """All the places for one extent's bytes."""
+
+    direct: tuple[Direct, ...] = ()
+    spread: tuple[Spread, ...] = ()
+
+
+class Landings(NamedTuple):
+    """A landing for each extent of the plan, and the tensors to copy out of scratch at the end."""
+
+    by_extent: tuple[Landing, ...]
+    whole: tuple[TensorPair, ...] = ()
+
+
+def land_fresh(extents: Sequence[Extent]) -> Landings:
+    """Land every extent in a new storage of its own number."""
+    return Landings(tuple(Landing((Direct(extent.storage, 0),)) for extent in extents))
+
+
+def land_in_place(
+    extents: Sequence[Extent],
+    incoming: Manifest,
+    local: Manifest,
+    pairs: Sequence[TensorPair],
+) -> Landings:
+    """Land every extent in the local tensors that were paired with the incoming ones."""
+    users = _users(extents, incoming)
+    takers: defaultdict[int, list[TensorPair]] = defaultdict(list)
+    for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
+        takers[pair.incoming].append(pair)
+    landings: list[Landing] = []
+    whole: dict[TensorPair, None] = {}
+    for extent, tensors in zip(extents, users, strict=True):
+        landing, scratched = _land(extent, tensors, incoming, local, takers)
+        landings.append(landing)
+        whole.update(dict.fromkeys(scratched))
+    # A tensor that is copied out of scratch must find all of itself there.
+    needed = {pair.incoming for pair in whole}
+    for number, (extent, tensors) in enumerate(zip(extents, users, strict=True)):
+        if needed.intersection(tensors):
+            landing = landings[number]
+            landings[number] = landing._replace(direct=(*landing.direct, Direct(~extent.storage, 0)))
+    return Landings(tuple(landings), tuple(whole))
+
+
+def _land(
+    extent: Extent,
+    tensors: Sequence[int],
+    incoming: Manifest,
+    local: Manifest,
+    takers: dict[int, list[TensorPair]],
+) -> tuple[Landing, list[TensorPair]]:
+    pairs = [pair for tensor in tensors for pair in takers.get(tensor, ())]
+    covering = {t for t in tensors if footprint(incoming.tensors[t]) == [extent]}
+    blocks: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
+    for pair in pairs:
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        if same_layout(theirs, ours):
+            blocks[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
+    direct = {
+        block: members
+        for block, members in blocks.items()
+        if any(pair.incoming in covering for pair in members)
+        or {pair.incoming for pair in members} == set(tensors)
+    }
+    placed = {pair for members in direct.values() for pair in members}
+    spread: list[Spread] = []
+    scratched: list[TensorPair] = []
+    for pair in pairs:
+        if pair in placed:
+            continue
+        covers = pair.incoming in covering
+        if nested_dims(incoming.tensors[pair.incoming]) is not None and (covers or not extent.repeats):
+            spread.append(Spread(pair.incoming, pair.local, covers))
+        else:
+            scratched.append(pair)
+    return Landing(tuple(direct), tuple(spread)), scratched
+
+
+def _users(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
+    """For each extent, list the tensors that have bytes in it."""
+    users: list[list[int]] = [[] for _ in extents]
+    exact = {extent: number for number, extent in enumerate(extents)}
+    by_storage: defaultdict[int, list[int]] = defaultdict(list)
+    for number, extent in enumerate(extents):
+        by_storage[extent.storage].append(number)
+    for tensor, spec in enumerate(incoming.tensors):
+        for used in footprint(spec):
+            if used in exact:
+                users[exact[used]].append(tensor)
+                continue
+            for number in _overlapping(used, extents, by_storage[spec.storage]):
+                if tensor not in users[number][-1:]:
+                    users[number].append(tensor)
+    return users
+
+
+def _overlapping(used: Extent, extents: Sequence[Extent], numbers: Sequence[int]) -> list[int]:
+    """List the extents of a storage, given by address, that share bytes with `used`."""
+    past = bisect_left(numbers, used.end, key=lambda number: extents[number].offset)
+    return [
+        number
+        for number in numbers[:past]
+        if extents[number].end > used.offset and _share_bytes(used, extents[number])
+    ]
+
+
+def _share_bytes(one: Extent, two: Extent) -> bool:
+    together = sum(extent.nbytes for extent in union((one, two)))
+    return together < one.nbytes + two.nbytes

@@ -1,0 +1,29 @@
+"""What a finished transfer says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes, messages and seconds of one transfer, as this side saw it.
+
+    `payload_bytes` and `messages` count one copy of the state, however many peers it went to.
+    """
+
+    peers: tuple[int, ...]
+    payload_bytes: int
+    metadata_bytes: int
+    messages: int
+    phases_s: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """The whole time, all phases together."""
+        return sum(self.phases_s.values())
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Payload over the whole time; 0 if there was no time."""
+        return self.payload_bytes / self.seconds if self.seconds else 0.0

@@ -1,0 +1,10 @@
+"""Runs a plan on a link: the one place where core, tensors and links meet.
+
+`push` sends a described state to peers that are waiting for it; `pull` receives one. Everything that is
+policy (one deadline, a bounded window, what is staged) is here, and in no link.
+"""
+
+from torchferry.engine.pull import Pull, pull
+from torchferry.engine.push import Push, push
+
+__all__ = ["Pull", "Push", "pull", "push"]

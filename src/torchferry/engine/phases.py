@@ -1,0 +1,58 @@
+"""The phases of a transfer: each is timed, logged, and named in the errors that happen in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchferry.core.protocol import Deadline
+from torchferry.errors import FerryError
+
+logger = logging.getLogger(__name__)
+
+
+class Phases:
+    """The clock of one transfer: how long each phase took, and how much time is left."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._what = what
+        self._deadline = Deadline(time.monotonic(), timeout_s)
+
+    def left_s(self) -> float:
+        """Say how long the next wait may take.
+
+        Raises:
+            LinkTimeout: the deadline has passed.
+        """
+        return self._deadline.left_s(time.monotonic())
+
+    @contextmanager
+    def phase(self, name: str, peer: int | None = None) -> Iterator[None]:
+        """Time what happens inside, and give errors the phase and peer if they have none."""
+        start = time.perf_counter()
+        try:
+            with timed(f"{self._what}: {name}"):
+                yield
+        except FerryError as error:
+            error.phase = error.phase or name
+            error.peer = peer if error.peer is None else error.peer
+            raise
+        finally:
+            seconds = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Log at DEBUG that something started, and that it is complete or failed, with its seconds."""
+    logger.debug("%s started", name)
+    start = time.perf_counter()
+    outcome = "failed"
+    try:
+        yield
+        outcome = "complete"
+    finally:
+        logger.debug("%s %s after %.6f s", name, outcome, time.perf_counter() - start)

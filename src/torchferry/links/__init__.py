@@ -1,0 +1,1 @@
+"""How bytes get from one process to another. Thin: no policy, no retries, no order of their own."""

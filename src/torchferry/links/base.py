@@ -1,0 +1,50 @@
+"""What a link is: it moves flat byte buffers between this process and a peer, in messages with a tag.
+
+A link does not decide anything. It starts a message when told to, waits when told to, no longer than it
+is told, and turns its backend's exceptions into ours, once, here at the edge.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once the buffer may be reused (sent) or read (received).
+
+        For a send this says nothing of the peer: a message may be complete here and never arrive.
+
+        Raises:
+            LinkTimeout: it took longer than `timeout_s`.
+            LinkBroken: the connection is gone.
+        """
+
+
+class Link(Protocol):
+    """Moves messages. A buffer is a one-dimensional contiguous tensor on a device that it takes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where buffers are made for it."""
+
+    def takes(self, device: torch.device) -> bool:
+        """Say whether memory on a device can be handed over as it is, without a staging copy."""
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start sending a buffer. It must not change until the message has been waited for.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start receiving into a buffer, which has exactly the message's size.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """

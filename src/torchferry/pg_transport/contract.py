@@ -1,0 +1,130 @@
+"""The ancestor's own description of a state, as the contract fixes it, and what it means as a manifest.
+
+It differs from a manifest in what it sends: the whole storage behind every tensor, one message a tensor,
+aliases or not. `to_envelope` says just that, so that the engine can receive such a state, in place and
+with all its checks, without knowing that it exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import KeyPath, TreeSpec, tree_flatten_with_path, tree_unflatten
+
+from torchferry.core.codec import Envelope, check
+from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
+from torchferry.errors import BadManifest, Unsendable
+from torchferry.tensors.describe import describe
+from torchferry.tensors.memory import dtype_name
+from torchferry.tensors.values import to_wire
+
+_UNCUT = 2**62
+"""A chunk size that no storage reaches: the ancestor never cuts one."""
+
+
+@dataclass
+class AncestorTensorMeta:
+    """A strided tensor. `nbytes` is the size of its whole storage, which is what is sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    storage_offset: int
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class AncestorStateMeta:
+    """A state: its tree, the path of each leaf, and each leaf, tensors as AncestorTensorMeta."""
+
+    treespec: TreeSpec
+    paths: list[KeyPath]
+    non_tensor_leaves: list[object]
+
+
+def storage_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See the whole storage of a tensor, whatever its offset and strides, as a flat tensor of a dtype.
+
+    Raises:
+        Unsendable: a subclass of Tensor, whose storage may not be all there is to it.
+    """
+    if type(tensor) is not torch.Tensor:
+        raise Unsendable(f"only plain tensors have a storage to cast, not {type(tensor)}")
+    return torch.tensor(tensor.untyped_storage(), dtype=dtype, device=tensor.device)
+
+
+def describe_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, AncestorTensorMeta]:
+    """Give a tensor's storage as bytes, and its description."""
+    meta = AncestorTensorMeta(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        storage_offset=int(tensor.storage_offset()),
+        stride=tensor.stride(),
+        nbytes=tensor.untyped_storage().nbytes(),
+    )
+    return storage_as(tensor, torch.uint8), meta
+
+
+def describe_state(state_dict: object, device: torch.device) -> tuple[AncestorStateMeta, list[torch.Tensor]]:
+    """Describe a state of plain tensors and values as the ancestor would, with its storages' bytes.
+
+    `device` is part of the contract and makes no difference to the description.
+    """
+    found, treespec = tree_flatten_with_path(state_dict)
+    leaves: list[object] = []
+    storages: list[torch.Tensor] = []
+    for _, value in found:
+        if isinstance(value, torch.Tensor):
+            storage, meta = describe_tensor(value.detach() if _is_parameter(value) else value)
+            storages.append(storage)
+            leaves.append(meta)
+        else:
+            leaves.append(value)
+    return AncestorStateMeta(treespec, [path for path, _ in found], leaves), storages
+
+
+def to_envelope(meta: AncestorStateMeta) -> Envelope:
+    """Say what the ancestor's description means: a storage for each tensor, sent whole.
+
+    Raises:
+        BadManifest: it does not describe a state.
+        Unsendable: it has a leaf or container that can't be carried.
+    """
+    leaves = meta.non_tensor_leaves
+    # A tree of numbers: where number n comes out, leaf n belongs.
+    tree = describe(tree_unflatten(list(range(len(leaves))), meta.treespec)).manifest
+    tensors: list[TensorSpec] = []
+    storages: list[int] = []
+    carried: list[Leaf] = []
+    for placeholder in tree.leaves:
+        value = leaves[placeholder.traits]
+        if isinstance(value, AncestorTensorMeta):
+            carried.append(Leaf("tensor", (len(tensors),)))
+            tensors.extend(_specs(value, len(storages)))
+            storages.append(value.nbytes)
+        else:
+            carried.append(Leaf(VALUE, traits=to_wire(value)))
+    manifest = Manifest(tree.root, tree.branches, tuple(carried), tuple(tensors), tuple(storages))
+    check(manifest)
+    return Envelope(manifest, _UNCUT)
+
+
+def _specs(meta: AncestorTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
+    """Describe the tensor, and next to it the whole storage: a tensor of no leaf, so it is only moved."""
+    itemsize = meta.dtype.itemsize
+    if meta.nbytes < 0 or meta.storage_offset < 0:
+        raise BadManifest("a tensor with a negative size or offset")
+    tensor = TensorSpec(
+        dtype_name(meta.dtype),
+        itemsize,
+        tuple(meta.shape),
+        tuple(meta.stride),
+        storage,
+        meta.storage_offset * itemsize,
+    )
+    return tensor, TensorSpec("uint8", 1, (meta.nbytes,), (1,), storage, 0)
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    return type(value) is torch.nn.Parameter

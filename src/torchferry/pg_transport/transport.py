@@ -1,0 +1,161 @@
+"""PGTransport: a whole state over a process group, pushed by one side and taken by the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.core.report import Report
+from torchferry.engine import Pull, Push, pull, push
+from torchferry.errors import BadArgument
+from torchferry.links.process_group import ProcessGroupLink
+from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
+from torchferry.tensors.kinds import Site
+
+
+class PGTransport:
+    """Sends a state from one rank of a process group to others, over that group and nothing else.
+
+    One side calls `send_checkpoint`, the other `recv_checkpoint`, with ranks **in that group**, which are
+    not always the global ones. The receiver does not answer, so a send that returns says that the group
+    took every byte, not that the peer has them.
+
+    Args:
+        pg: a ProcessGroup, or anything with its `send`, `recv` and `rank`.
+        timeout: for a whole transfer; a timedelta, or seconds.
+        device: what the group's backend works on; a torch.device or its name.
+        state_dict: if given, it is called at each receive, and what arrives is written into the tensors
+            of the state that it returns; the received state holds those very tensors. Without it,
+            received tensors are fresh and on the CPU.
+        strict: with `state_dict`, whether both sides must have the same paths. If not, paths that only
+            the peer has are dropped, those that only this side has are left alone, and the received
+            state is this side's own with all that matched in it.
+        allow_pickle: let values outside the closed set travel pickled; needed on both sides. A pickle can
+            run anything, so only for peers that are trusted as much as oneself.
+        mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape.
+        max_metadata_bytes: the most metadata that is sent or accepted.
+
+    Raises:
+        BadArgument: a timeout that is not positive, or no such device.
+
+    After a transfer, `last_report` says how much was moved and how long it took.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        timeout: timedelta | float,
+        device: torch.device | str,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        mesh: DeviceMesh | None = None,
+        max_metadata_bytes: int = MAX_METADATA_BYTES,
+    ) -> None:
+        self.last_report: Report | None = None
+        self._pg = pg
+        self._timeout_s = _seconds(timeout)
+        self._link = ProcessGroupLink(pg, _device(device))
+        self._state_dict = state_dict
+        self._strict = strict
+        self._max_metadata_bytes = max_metadata_bytes
+        self._pickle = dump_leaf if allow_pickle else None
+        self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
+        self._decode = partial(decode_any, allow_pickle=allow_pickle)
+
+    def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
+        """Send a state to the given ranks of the group.
+
+        Returns once the group has taken every byte; until then the state must not change. `step` travels
+        along, for receivers that ask for one.
+
+        Raises:
+            BadArgument: a rank that is not another member of the group (also a ValueError).
+            Unsendable: something in the state can't travel; nothing was sent.
+            LinkTimeout: it took longer than the timeout (also a TimeoutError).
+            LinkBroken: a receiver is gone (also a ConnectionError).
+        """
+        peers = [self._peer(rank) for rank in dst_ranks]
+        if len(set(peers)) != len(peers):
+            raise BadArgument(f"dst_ranks {peers} names a rank twice")
+        terms = Push(self._timeout_s, self._max_metadata_bytes, step=_step(step), pickle=self._pickle)
+        self.last_report = push(self._link, peers, state_dict, terms)
+
+    def recv_checkpoint(self, src_rank: int, step: int | None = None) -> object:
+        """Receive the state that the given rank of the group sends, and return it.
+
+        With `step`, the sender must have sent that very step.
+
+        Raises:
+            BadArgument: a rank that is not another member of the group (also a ValueError).
+            StateMismatch: it does not fit the local state; nothing was overwritten.
+            StepMismatch: it is of another step; nothing was overwritten.
+            PeerError: what the sender sent can't be used; nothing was overwritten.
+            LinkTimeout: it took longer than the timeout (also a TimeoutError).
+            LinkBroken: the sender is gone (also a ConnectionError).
+        """
+        terms = Pull(
+            self._timeout_s,
+            self._max_metadata_bytes,
+            step=_step(step),
+            target=self._state_dict,
+            strict=self._strict,
+            site=self._site,
+            decode=self._decode,
+        )
+        state, self.last_report = pull(self._link, self._peer(src_rank), terms)
+        return state
+
+    def _peer(self, rank: int) -> int:
+        """Check a rank as far as the group lets it be checked."""
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise BadArgument(f"a rank is an int, not {rank!r}")
+        own, size = _number(self._pg, "rank"), _number(self._pg, "size")
+        if size is not None and not 0 <= rank < size:
+            raise BadArgument(
+                f"rank {rank} is not in the group, which has ranks 0 to {size - 1}. These are ranks in "
+                "the group given to PGTransport; torch.distributed.get_group_rank translates global ones"
+            )
+        if rank < 0:
+            raise BadArgument(f"rank {rank} is not in the group")
+        if rank == own:
+            raise BadArgument(f"rank {rank} is this process itself: a transfer needs two")
+        return rank
+
+
+def _number(group: Any, name: str) -> int | None:
+    """Ask the group for its size or rank; None if it can't say."""
+    method = getattr(group, name, None)
+    value = method() if callable(method) else None
+    return value if isinstance(value, int) else None
+
+
+def _seconds(timeout: timedelta | float) -> float:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise BadArgument(f"timeout must be a timedelta or a number of seconds above 0, not {timeout!r}")
+    if not isfinite(timeout):
+        raise BadArgument("timeout must be finite: nothing here may wait for ever")
+    return float(timeout)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadArgument(f"device must be a torch.device or its name: {error}") from None
+
+
+def _step(step: int | None) -> int | None:
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise BadArgument(f"step must be an int, not {step!r}")
+    return step

@@ -1,0 +1,112 @@
+"""Manifest to state: decode the values first, then make tensors over memory and put the tree together.
+
+`prepare` does all that can fail for what the peer sent, before any byte of payload is taken; afterwards
+only memory can run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchferry.core.compare import PICKLED, Pair
+from torchferry.core.manifest import VALUE, Manifest
+from torchferry.core.tree import format_path, occurrences, rebuild
+from torchferry.errors import FerryError, PickleRefused, StateError
+from torchferry.tensors.branches import build_branch, check_branch
+from torchferry.tensors.describe import Description
+from torchferry.tensors.kinds import Site, kind_named
+from torchferry.tensors.memory import Memory, check_dtype, new_memory, tensor_over
+from torchferry.tensors.values import from_wire
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A manifest that can be built here, and its leaves without tensors, already decoded."""
+
+    manifest: Manifest
+    values: dict[int, object]
+
+
+def prepare(manifest: Manifest, site: Site) -> Prepared:
+    """Check that this process can build what arrives, and decode all that is not payload.
+
+    Raises:
+        PeerError: a type, dtype, kind or value that can't be built here; names its path.
+    """
+    values: dict[int, object] = {}
+    for path, number in occurrences(manifest):
+        leaf = manifest.leaves[number]
+        try:
+            if leaf.kind == VALUE:
+                values.setdefault(number, from_wire(leaf.traits))
+            elif leaf.kind == PICKLED:
+                values.setdefault(number, _unpickle(leaf.traits, site))
+            else:
+                kind_named(leaf.kind)
+                for part in leaf.parts:
+                    check_dtype(manifest.tensors[part])
+        except FerryError as error:
+            error.path = format_path(path)
+            error.what = f"{error.path}: {error.what}"
+            raise
+    for branch in manifest.branches:
+        check_branch(branch)
+    return Prepared(manifest, values)
+
+
+def _unpickle(data: object, site: Site) -> object:
+    if site.unpickle is None or not isinstance(data, bytes):
+        raise PickleRefused(
+            "this leaf is pickled, and loading it could run the sender's code. Where the sender is "
+            "trusted, set allow_pickle=True on this side too"
+        )
+    return site.unpickle(data)
+
+
+def allocate(manifest: Manifest) -> tuple[Memory, ...]:
+    """Set aside fresh memory on the CPU for every storage.
+
+    Raises:
+        StateError: there is not enough.
+    """
+    cpu = torch.device("cpu")
+    try:
+        return tuple(new_memory(nbytes, cpu) for nbytes in manifest.storages)
+    except (RuntimeError, MemoryError) as error:
+        total = sum(manifest.storages)
+        raise StateError(f"no memory for the {total} bytes of the incoming state: {error}") from None
+
+
+def assemble_fresh(prepared: Prepared, memories: Sequence[Memory], site: Site) -> object:
+    """Build the state that arrived, in memory of its own."""
+    manifest = prepared.manifest
+    tensors = [tensor_over(memories[spec.storage], spec) for spec in manifest.tensors]
+    built: dict[int, object] = dict(prepared.values)
+    for number, leaf in enumerate(manifest.leaves):
+        if number not in built:
+            parts = [tensors[part] for part in leaf.parts]
+            built[number] = kind_named(leaf.kind).rebuild(leaf, parts, site)
+    return rebuild(manifest, (built[leaf] for _, leaf in occurrences(manifest)), build_branch)
+
+
+def assemble_in_place(
+    prepared: Prepared, target: Description, pairs: Sequence[Pair], *, strict: bool
+) -> object:
+    """Build the state that arrived around the local tensors that took its bytes.
+
+    With `strict` the tree is the incoming one. Otherwise it is the local one, in which every leaf that has
+    arrived is replaced and every other is left as it was.
+    """
+    arrived: dict[object, object] = {}
+    for pair in pairs:
+        leaf = prepared.manifest.leaves[pair.incoming]
+        if pair.incoming in prepared.values:
+            arrived[pair.path] = prepared.values[pair.incoming]
+        else:
+            arrived[pair.path] = kind_named(leaf.kind).adopt(leaf, target.values[pair.local])
+    shape = prepared.manifest if strict else target.manifest
+    values = (arrived[path] if path in arrived else target.values[leaf] for path, leaf in occurrences(shape))
+    return rebuild(shape, values, build_branch)

@@ -1,0 +1,189 @@
+"""Containers: how each is taken apart and put together again.
+
+One entry for one type, with both halves. Exact types only; a subclass is another type. `keys` are kept as
+wire values, and a container without keys of its own (a list) has None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torchferry.core.manifest import Branch, Value
+from torchferry.errors import BadManifest, UnknownType, Unsendable
+from torchferry.tensors import registry
+from torchferry.tensors.values import from_wire, to_wire
+
+_FACTORIES: dict[str, type] = {
+    cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
+}
+
+
+class Opened(NamedTuple):
+    """A container taken apart; keys are still the user's own."""
+
+    kind: str
+    keys: Sequence[object] | None
+    children: Sequence[object]
+    extra: Value = None
+
+
+class BranchKind(NamedTuple):
+    """How one type of container is taken apart and put together."""
+
+    name: str
+    take_apart: Callable[[Any], Opened]
+    put_together: Callable[[list[Any], list[object], Value], object]
+
+
+def open_branch(value: object) -> Opened | None:
+    """Take a container apart; None if it is not one that may travel as such.
+
+    Raises:
+        Unsendable: it holds something beside its items that can't travel.
+    """
+    cls = type(value)
+    kind = _by_type.get(cls)
+    if kind is None and registry.is_registered(cls):
+        if registry.is_namedtuple(cls):
+            kind = _NAMEDTUPLE
+        elif dataclasses.is_dataclass(cls):
+            kind = _DATACLASS
+    return None if kind is None else kind.take_apart(value)
+
+
+def build_branch(branch: Branch, children: list[object]) -> object:
+    """Put a container together.
+
+    Raises:
+        BadManifest: there is no such container, or these can't be its children.
+        UnknownType: its type is not registered in this process.
+    """
+    kind = _by_name.get(branch.kind)
+    if kind is None:
+        raise BadManifest(f"a container of unknown kind {branch.kind!r}")
+    try:
+        keys = [from_wire(key) for key in branch.keys or ()]
+        return kind.put_together(keys, children, branch.extra)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadManifest(f"a {branch.kind} that can't be put together: {error!r}") from None
+
+
+def check_branch(branch: Branch) -> None:
+    """Check that a container can be built here, by building one of placeholders.
+
+    Raises:
+        BadManifest, UnknownType: as `build_branch` would.
+    """
+    build_branch(branch, [None] * len(branch.children))
+
+
+def _open_mapping(name: str, extra: Callable[[Any], Value]) -> Callable[[Any], Opened]:
+    def take_apart(mapping: Any) -> Opened:
+        items = list(mapping.items())
+        return Opened(name, [k for k, _ in items], [v for _, v in items], extra(mapping))
+
+    return take_apart
+
+
+def _attributes(value: Any) -> Value:
+    """Carry what is set on the container itself, such as a state dict's `_metadata`."""
+    attributes = vars(value)
+    return to_wire(attributes) if attributes else None
+
+
+def _build_ordered(keys: list[Any], children: list[object], extra: Value) -> object:
+    built = OrderedDict(zip(keys, children, strict=True))
+    attributes = from_wire(extra)
+    if isinstance(attributes, dict):
+        vars(built).update(attributes)
+    return built
+
+
+def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
+    factory = mapping.default_factory
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise Unsendable(
+            f"a defaultdict whose factory is {factory!r} can't travel: only "
+            f"{', '.join(_FACTORIES)} and None are known by name. Convert it to a dict"
+        )
+    return name
+
+
+def _build_default(keys: list[Any], children: list[object], extra: Value) -> object:
+    factory = None if extra is None else _FACTORIES[extra]
+    return defaultdict(factory, zip(keys, children, strict=True))
+
+
+def _build_counter(keys: list[Any], children: list[Any], extra: Value) -> object:
+    # Counter's own constructor would count the pairs, or drop what is not a number.
+    built: Counter[Any] = Counter()
+    dict.update(built, zip(keys, children, strict=True))
+    return built
+
+
+def _open_fields(kind: str) -> Callable[[Any], Opened]:
+    def take_apart(value: Any) -> Opened:
+        cls = type(value)
+        fields = field_names(cls)
+        held = getattr(value, "__dict__", {})
+        if unknown := [name for name in held if name not in fields]:
+            raise Unsendable(
+                f"a {registry.name_of(cls)} has attributes beside its fields ({', '.join(unknown)}), "
+                "which would be lost: remove them, or make them fields"
+            )
+        children = tuple(value) if kind == "namedtuple" else [getattr(value, f) for f in fields]
+        return Opened(kind, fields, children, registry.name_of(cls))
+
+    return take_apart
+
+
+def field_names(cls: type) -> tuple[str, ...]:
+    """List the fields of a registered namedtuple or dataclass."""
+    if registry.is_namedtuple(cls):
+        return tuple(cls._fields)  # type: ignore[attr-defined]
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _build_fields(keys: list[Any], children: list[object], extra: Value) -> object:
+    cls = registry.look_up(extra)
+    fields = field_names(cls)
+    if tuple(keys) != fields:
+        raise UnknownType(
+            f"{extra} has the fields {', '.join(fields)} here and {', '.join(keys)} at the peer: "
+            "run the same code on both sides"
+        )
+    if registry.is_namedtuple(cls):
+        return tuple.__new__(cls, children)
+    built: object = object.__new__(cls)
+    for name, child in zip(fields, children, strict=True):
+        object.__setattr__(built, name, child)
+    return built
+
+
+_NAMEDTUPLE = BranchKind("namedtuple", _open_fields("namedtuple"), _build_fields)
+_DATACLASS = BranchKind("dataclass", _open_fields("dataclass"), _build_fields)
+
+_by_type: dict[type, BranchKind] = {
+    dict: BranchKind(
+        "dict",
+        _open_mapping("dict", lambda _: None),
+        lambda keys, children, _: dict(zip(keys, children, strict=True)),
+    ),
+    list: BranchKind("list", lambda v: Opened("list", None, v), lambda _, children, __: children),
+    tuple: BranchKind("tuple", lambda v: Opened("tuple", None, v), lambda _, children, __: tuple(children)),
+    OrderedDict: BranchKind("odict", _open_mapping("odict", _attributes), _build_ordered),
+    defaultdict: BranchKind("defaultdict", _open_mapping("defaultdict", _factory_name), _build_default),
+    Counter: BranchKind("counter", _open_mapping("counter", lambda _: None), _build_counter),
+    deque: BranchKind(
+        "deque",
+        lambda v: Opened("deque", None, list(v), v.maxlen),
+        lambda _, children, maxlen: deque(children, maxlen),
+    ),
+}
+_by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}

@@ -1,0 +1,139 @@
+"""State to manifest: walk the tree, enter the tensors, find out who shares memory.
+
+Everything that can't travel is found here, before anything is sent, with its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torchferry.core.compare import PICKLED
+from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest
+from torchferry.core.tree import MAX_DEPTH, format_path
+from torchferry.errors import Unsendable
+from torchferry.tensors.branches import open_branch
+from torchferry.tensors.kinds import kind_of
+from torchferry.tensors.memory import Memory
+from torchferry.tensors.storages import StorageTable
+from torchferry.tensors.values import to_wire
+
+
+@dataclass(frozen=True)
+class Description:
+    """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
+
+    It holds the values, so that the memory stays alive and stays theirs.
+    """
+
+    manifest: Manifest
+    memories: tuple[Memory, ...]
+    tensors: tuple[torch.Tensor, ...]
+    values: tuple[object, ...]
+
+
+def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
+    """Describe a state that is to be sent.
+
+    `pickle` turns leaves outside the closed set into bytes; without it they are refused.
+
+    Raises:
+        Unsendable: a leaf, key or container can't travel; names its path.
+    """
+    return _Describer(_pickled_or_refused(pickle)).run(state)
+
+
+def describe_target(state: object) -> Description:
+    """Describe a local state that is to be written in place.
+
+    What can't be described becomes an opaque leaf: it only matters if something arrives at its path.
+    """
+
+    def opaque(value: object, error: Unsendable) -> Leaf:
+        return Leaf(OPAQUE)
+
+    return _Describer(opaque).run(state)
+
+
+_Otherwise = Callable[[object, Unsendable], Leaf]
+
+
+def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
+    def otherwise(value: object, error: Unsendable) -> Leaf:
+        if pickle is None:
+            raise error
+        return Leaf(PICKLED, traits=pickle(value))
+
+    return otherwise
+
+
+class _Describer:
+    """One walk through one state."""
+
+    def __init__(self, otherwise: _Otherwise) -> None:
+        self._otherwise = otherwise
+        self._branches: list[Branch | None] = []
+        self._leaves: list[Leaf] = []
+        self._values: list[object] = []
+        self._storages = StorageTable()
+        self._known: dict[int, int] = {}
+
+    def run(self, state: object) -> Description:
+        root = self._walk(state, ())
+        tensors, memories, sizes = self._storages.finish()
+        manifest = Manifest(
+            root,
+            tuple(branch for branch in self._branches if branch is not None),
+            tuple(self._leaves),
+            tensors,
+            sizes,
+        )
+        return Description(manifest, memories, tuple(self._storages.tensors), tuple(self._values))
+
+    def _walk(self, value: object, path: tuple[object, ...]) -> int:
+        try:
+            opened = open_branch(value)
+            if opened is None:
+                return self._leaf(value)
+            keys = None if opened.keys is None else tuple(to_wire(key) for key in opened.keys)
+        except Unsendable as error:
+            return self._unknown(value, path, error)
+        if len(path) >= MAX_DEPTH:
+            raise Unsendable(
+                f"the state is nested deeper than {MAX_DEPTH}, or contains itself",
+                path=format_path(path[:8]) + "…",
+            )
+        index = len(self._branches)
+        self._branches.append(None)
+        names = range(len(opened.children)) if opened.keys is None else opened.keys
+        children = tuple(
+            self._walk(child, (*path, name)) for name, child in zip(names, opened.children, strict=True)
+        )
+        self._branches[index] = Branch(opened.kind, children, keys, opened.extra)
+        return ~index
+
+    def _leaf(self, value: object) -> int:
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        kind = kind_of(value)
+        if kind is None:
+            return self._add(Leaf(VALUE, traits=to_wire(value)), value)
+        index = self._add(kind.describe(value, self._storages.enter), value)
+        # The same tensor in two places is one leaf, and arrives as one object.
+        self._known[id(value)] = index
+        return index
+
+    def _unknown(self, value: object, path: tuple[object, ...], error: Unsendable) -> int:
+        try:
+            return self._add(self._otherwise(value, error), value)
+        except Unsendable as refusal:
+            where = format_path(path)
+            raise Unsendable(f"{where}: {refusal.what}", path=where, phase="describe") from None
+
+    def _add(self, leaf: Leaf, value: object) -> int:
+        self._leaves.append(leaf)
+        self._values.append(value)
+        return len(self._leaves) - 1

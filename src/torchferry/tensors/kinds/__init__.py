@@ -1,0 +1,65 @@
+"""The kinds of leaf that have tensors in them, and which one a value is.
+
+To add a kind: write a module with one `Kind`, add it to the table, and to `kind_of`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from torchferry.errors import BadManifest, Unsendable
+from torchferry.tensors import numpy_bridge
+from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.kinds.dense import DENSE
+from torchferry.tensors.kinds.dtensor import DTENSOR
+from torchferry.tensors.kinds.ndarray import NDARRAY
+from torchferry.tensors.kinds.sharded import SHARDED
+from torchferry.tensors.kinds.sparse import COMPRESSED, COO
+
+__all__ = ["Kind", "Part", "Site", "kind_named", "kind_of"]
+
+_by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, DTENSOR, SHARDED, NDARRAY)}
+
+_by_layout = {
+    torch.strided: DENSE,
+    torch.sparse_coo: COO,
+    torch.sparse_csr: COMPRESSED,
+    torch.sparse_csc: COMPRESSED,
+    torch.sparse_bsr: COMPRESSED,
+    torch.sparse_bsc: COMPRESSED,
+}
+
+
+def kind_of(value: object) -> Kind | None:
+    """Say which kind of leaf a value is; None if it has no tensors in it.
+
+    Raises:
+        Unsendable: a subclass of Tensor, of which only the base's part would arrive.
+    """
+    cls = type(value)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return _by_layout.get(value.layout, DENSE)  # type: ignore[attr-defined]
+    if cls is DTensor:
+        return DTENSOR
+    if cls is ShardedTensor:
+        return SHARDED
+    if isinstance(value, torch.Tensor):
+        raise Unsendable(
+            f"a tensor subclass ({cls.__module__}.{cls.__qualname__}) can't travel: only its data "
+            "would arrive. Send .as_subclass(torch.Tensor), or the tensors that it is made of"
+        )
+    return NDARRAY if numpy_bridge.is_array(value) else None
+
+
+def kind_named(name: str) -> Kind:
+    """Find a kind by its name on the wire.
+
+    Raises:
+        BadManifest: there is no such kind.
+    """
+    try:
+        return _by_name[name]
+    except KeyError:
+        raise BadManifest(f"a leaf of unknown kind {name!r}") from None

@@ -1,0 +1,41 @@
+"""What a kind of leaf is: one entry that says how it is described and how it is rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchferry.core.manifest import Leaf
+
+Part = Callable[[torch.Tensor], int]
+"""Enters a strided tensor into the manifest and gives its number."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the receiving process brings to rebuilding: things that can't be on the wire."""
+
+    mesh: DeviceMesh | None = None
+    unpickle: Callable[[bytes], object] | None = None
+
+
+def _keep(leaf: Leaf, local: Any) -> Any:
+    return local
+
+
+class Kind(NamedTuple):
+    """One kind of leaf.
+
+    `describe` enters the tensors that hold the value's bytes and says the rest in a Leaf; `rebuild` makes
+    a fresh value out of tensors; `adopt` finishes a local value whose tensors were written in place.
+    `describe` enters nothing before it knows that the value can travel: what is entered is sent.
+    """
+
+    name: str
+    describe: Callable[[Any, Part], Leaf]
+    rebuild: Callable[[Leaf, list[torch.Tensor], Site], object]
+    adopt: Callable[[Leaf, Any], object] = _keep

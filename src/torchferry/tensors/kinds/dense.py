@@ -1,0 +1,57 @@
+"""Strided tensors and parameters: the kind that nearly every leaf is."""
+
+from __future__ import annotations
+
+import torch
+
+from torchferry.core.manifest import Leaf
+from torchferry.errors import Unsendable
+from torchferry.tensors.kinds.base import Kind, Part, Site
+
+_REQUIRES_GRAD = 1
+_PARAMETER = 2
+
+
+def grad_traits(tensor: torch.Tensor) -> int:
+    """Say as a number whether a tensor requires a gradient and whether it is a Parameter."""
+    return _REQUIRES_GRAD * tensor.requires_grad + _PARAMETER * isinstance(tensor, torch.nn.Parameter)
+
+
+def with_grad_traits(tensor: torch.Tensor, traits: int) -> torch.Tensor:
+    """Give a fresh tensor what `grad_traits` said of the original."""
+    requires_grad = bool(traits & _REQUIRES_GRAD)
+    if traits & _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Check that a strided tensor is its bytes and nothing more.
+
+    Raises:
+        Unsendable: it has a quantizer, no data, or a layout that is not strides.
+    """
+    if tensor.is_quantized:
+        raise Unsendable(
+            f"a quantized tensor ({tensor.dtype}) can't travel: send .int_repr() with its scale and "
+            "zero point, or .dequantize()"
+        )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise Unsendable(
+            f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''} can't travel: "
+            "send the strided tensors that it is made of"
+        )
+    if tensor.device.type == "meta":
+        raise Unsendable("a tensor on the meta device has no data: materialise it first")
+
+
+def _describe(tensor: torch.Tensor, part: Part) -> Leaf:
+    check_dense(tensor)
+    return Leaf(DENSE.name, (part(tensor),), None, grad_traits(tensor) or None)
+
+
+def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    return with_grad_traits(parts[0], leaf.traits or 0)
+
+
+DENSE = Kind("tensor", _describe, _rebuild)

@@ -1,0 +1,59 @@
+"""numpy arrays: their bytes move like a tensor's, whatever their dtype.
+
+The bytes are entered as a uint8 tensor with one more dimension, the item's bytes. Axes that run backwards
+are entered forwards and turned round again, because a tensor's strides can't be negative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchferry.core.manifest import Leaf
+from torchferry.errors import Unsendable
+from torchferry.tensors import numpy_bridge
+from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.memory import memory_at, strided
+
+
+def _describe(array: Any, part: Part) -> Leaf:
+    if not numpy_bridge.is_bytes(array.dtype):
+        raise Unsendable(
+            f"an ndarray of dtype {array.dtype} can't travel: its items are references, not bytes. "
+            "Convert it to a list"
+        )
+    backwards = [axis for axis, step in enumerate(array.strides) if step < 0]
+    forwards = array[_turn(array.ndim, backwards)]
+    low, high = numpy_bridge.owner_bounds(array)
+    memory = memory_at(low, high - low)
+    address = forwards.__array_interface__["data"][0]
+    data = strided(
+        memory,
+        torch.uint8,
+        address - low if array.size else 0,
+        (*array.shape, array.itemsize),
+        (*forwards.strides, 1),
+    )
+    return Leaf(
+        NDARRAY.name,
+        (part(data),),
+        {"dtype": numpy_bridge.dtype_to_wire(array.dtype), "backwards": backwards},
+        {"writeable": bool(array.flags.writeable)},
+    )
+
+
+def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    (data,) = parts
+    dtype = numpy_bridge.dtype_from_wire(leaf.fixed["dtype"])
+    array = numpy_bridge.array_over(data, dtype)
+    array = array[_turn(array.ndim, leaf.fixed["backwards"])]
+    array.flags.writeable = leaf.traits["writeable"]
+    return array
+
+
+def _turn(ndim: int, axes: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
+
+
+NDARRAY = Kind("ndarray", _describe, _rebuild)

@@ -1,0 +1,87 @@
+"""ShardedTensors: all local shards, with the metadata of the whole.
+
+The receiver holds the sender's shards in its own right, so they are placed on its rank and device. What
+is known of everybody's shards stays as the sender told it, but for those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+
+from torchferry.core.manifest import Leaf, Value
+from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.kinds.dense import check_dense
+from torchferry.tensors.values import from_wire, to_wire
+
+
+def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
+    shards = tensor.local_shards()
+    for shard in shards:
+        check_dense(shard.tensor)
+    whole = tensor.metadata()
+    properties = whole.tensor_properties
+    fixed = {
+        "size": list(whole.size),
+        "shards": [_bounds_to_wire(shard.metadata) for shard in shards],
+    }
+    traits = {
+        "all": [[*_bounds_to_wire(meta), str(meta.placement)] for meta in whole.shards_metadata],
+        "dtype": to_wire(properties.dtype),
+        "requires_grad": properties.requires_grad,
+        "memory_format": to_wire(properties.memory_format),
+    }
+    return Leaf(SHARDED.name, tuple(part(shard.tensor) for shard in shards), fixed, traits)
+
+
+def _bounds_to_wire(meta: ShardMetadata) -> Value:
+    return [list(meta.shard_offsets), list(meta.shard_sizes)]
+
+
+def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = [
+        ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{tensor.device}")
+        for (offsets, sizes), tensor in zip(leaf.fixed["shards"], parts, strict=True)
+    ]
+    whole = _whole_metadata(leaf)
+    requires_grad = leaf.traits["requires_grad"]
+    # The base's initialiser: ShardedTensor's own insists that this rank already owned these shards.
+    built: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(
+        [
+            Shard(tensor.requires_grad_() if requires_grad else tensor, meta)
+            for tensor, meta in zip(parts, mine, strict=True)
+        ],
+        whole,
+    )
+    built._metadata = whole
+    if dist.is_initialized():
+        built._prepare_init()
+    return built
+
+
+def _whole_metadata(leaf: Leaf) -> ShardedTensorMetadata:
+    traits = leaf.traits
+    dtype, memory_format = from_wire(traits["dtype"]), from_wire(traits["memory_format"])
+    return ShardedTensorMetadata(
+        shards_metadata=[
+            ShardMetadata(offsets, sizes, placement=placement) for offsets, sizes, placement in traits["all"]
+        ],
+        size=torch.Size(leaf.fixed["size"]),
+        tensor_properties=TensorProperties(
+            dtype=dtype,  # type: ignore[arg-type]
+            requires_grad=traits["requires_grad"],
+            memory_format=memory_format,  # type: ignore[arg-type]
+        ),
+    )
+
+
+SHARDED = Kind("sharded", _describe, _rebuild)

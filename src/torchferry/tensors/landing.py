@@ -1,0 +1,88 @@
+"""Bytes that have arrived, put where `core.landing` says: the memory side of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchferry.core.compare import TensorPair
+from torchferry.core.landing import Direct, Landing
+from torchferry.core.manifest import Manifest
+from torchferry.core.plan import Message
+from torchferry.tensors.describe import Description
+from torchferry.tensors.memory import Memory, new_memory, run_of, store, tensor_over
+from torchferry.tensors.spread import spread
+
+
+class Ground:
+    """The memory that a transfer lands in: fresh storages, or those of a local state."""
+
+    def __init__(
+        self, incoming: Manifest, memories: Sequence[Memory], target: Description | None = None
+    ) -> None:
+        self._incoming = incoming
+        self._memories = memories
+        self._target = target
+        self._scratch: dict[int, Memory] = {}
+
+    @classmethod
+    def nowhere(cls) -> Ground:
+        """Make a ground for messages that are dropped."""
+        return cls(Manifest(0, (), (), (), ()), ())
+
+    def straight(
+        self, message: Message, landing: Landing, takes: Callable[[torch.device], bool]
+    ) -> tuple[torch.Tensor, Landing] | None:
+        """Give memory that the link can write a message into, and what is left to do after that.
+
+        None if the message must be staged: nowhere to go, gaps, or memory that the link can't reach.
+        """
+        if message.piece.repeats:
+            return None
+        for place in landing.direct:
+            memory = self._memory(place)
+            if takes(memory.device):
+                rest = tuple(other for other in landing.direct if other is not place)
+                return run_of(memory, message.piece), landing._replace(direct=rest)
+        return None
+
+    def put(self, message: Message, landing: Landing, buffer: torch.Tensor) -> None:
+        """Copy a message's bytes to every place of its landing."""
+        for place in landing.direct:
+            store(self._memory(place), message.piece, buffer)
+        for each in landing.spread:
+            assert self._target is not None, "only a local state has tensors to spread into"
+            spread(
+                buffer,
+                message.piece,
+                message.position,
+                self._incoming.tensors[each.incoming],
+                self._target.tensors[each.local],
+                self._target.manifest.tensors[each.local],
+                covers=each.covers,
+            )
+
+    def copy_whole(self, pairs: Sequence[TensorPair]) -> None:
+        """Copy the tensors that had to arrive whole out of scratch."""
+        for pair in pairs:
+            assert self._target is not None, "only a local state has tensors to copy into"
+            spec = self._incoming.tensors[pair.incoming]
+            arrived = tensor_over(self._scratch[spec.storage], spec)
+            self._target.tensors[pair.local].detach().copy_(arrived)
+
+    def mark_changed(self) -> None:
+        """Tell autograd that the local tensors have new values, since they were written behind it."""
+        if self._target is not None:
+            for tensor in self._target.tensors:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+
+    def _memory(self, place: Direct) -> Memory:
+        if place.storage >= 0:
+            return self._memories[place.storage].at(place.delta)
+        storage = ~place.storage
+        if storage not in self._scratch:
+            nbytes = self._incoming.storages[storage]
+            self._scratch[storage] = new_memory(nbytes, torch.device("cpu"))
+        return self._scratch[storage]

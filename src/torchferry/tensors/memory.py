@@ -1,0 +1,135 @@
+"""The bytes behind a storage, and views of them.
+
+Everything that reads or writes payload goes through integer views of the storage, never through the
+tensors themselves: so it is bit-exact for every dtype, needs no kernel for the rare ones, and autograd
+does not see it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from torchferry.core.extents import Extent
+from torchferry.core.manifest import TensorSpec
+from torchferry.errors import BadManifest
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+"""Every dtype by the name under which it travels."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give the name under which a dtype travels.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+class Memory(NamedTuple):
+    """A storage, seen from the manifest: its byte 0 is byte `base` of the torch storage."""
+
+    storage: torch.UntypedStorage
+    base: int
+    device: torch.device
+
+    def at(self, delta: int) -> Memory:
+        """See the same storage from `delta` bytes further on."""
+        return self._replace(base=self.base + delta)
+
+
+def new_memory(nbytes: int, device: torch.device) -> Memory:
+    """Set aside memory for one storage, not filled."""
+    storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    return Memory(storage, 0, device)
+
+
+def memory_at(address: int, nbytes: int) -> Memory:
+    """See memory of this process as a storage. The caller keeps its owner alive."""
+    if nbytes == 0:
+        return new_memory(0, torch.device("cpu"))
+    block = (ctypes.c_uint8 * nbytes).from_address(address)
+    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+    return Memory(storage, 0, torch.device("cpu"))
+
+
+def strided(
+    memory: Memory,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """View memory as a tensor; the offset counts bytes, strides count items."""
+    empty = torch.empty(0, dtype=dtype, device=memory.device)
+    return empty.set_(memory.storage, (memory.base + offset) // dtype.itemsize, shape, stride)
+
+
+def tensor_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
+    """Make the tensor that a spec describes, over its storage's memory."""
+    tensor = strided(memory, DTYPES[spec.dtype], spec.offset, spec.shape, spec.stride)
+    return with_bits(tensor, spec)
+
+
+def with_bits(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Give a tensor the spec's conj and neg bits, which say how its bytes are to be read."""
+    if spec.conj:
+        tensor = tensor.conj()
+    if spec.neg:
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+def check_dtype(spec: TensorSpec) -> None:
+    """Check that a dtype is known here and has the size that the peer says.
+
+    Raises:
+        BadManifest: it is not, or has not.
+    """
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None or spec.dtype.startswith("q"):
+        raise BadManifest(f"this torch has no dtype {spec.dtype!r} that can be held as bytes")
+    if dtype.itemsize != spec.itemsize:
+        raise BadManifest(f"{spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize}")
+    if spec.conj and not dtype.is_complex:
+        raise BadManifest(f"{spec.dtype} can't be conjugated")
+
+
+def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
+    """Give a plain piece as the bytes in memory themselves."""
+    return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
+
+
+def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
+    """Copy a piece's bytes, without the gaps, into a flat buffer."""
+    pattern = _pattern(memory, piece)
+    _flat(buffer, pattern).copy_(pattern)
+
+
+def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
+    """Copy a flat buffer into a piece's bytes; what lies in the gaps is left alone."""
+    pattern = _pattern(memory, piece)
+    pattern.copy_(_flat(buffer, pattern))
+
+
+def _pattern(memory: Memory, piece: Extent) -> torch.Tensor:
+    """View a piece as a tensor of the widest words that fit all its numbers."""
+    steps = [step for _, step in piece.repeats]
+    word = gcd(8, memory.base + piece.offset, piece.run_bytes, *steps)
+    shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
+    stride = (*(step // word for step in steps), 1)
+    return strided(memory, _WORDS[word], piece.offset, shape, stride)
+
+
+def _flat(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return buffer.view(like.dtype).view(like.shape)

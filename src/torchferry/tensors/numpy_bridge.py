@@ -1,0 +1,128 @@
+"""numpy where it is installed, and nothing of it where it is not.
+
+A value can only be numpy's if somebody has imported numpy, so describing looks in `sys.modules` and never
+imports; only rebuilding does, and says so plainly if it can't.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from torchferry.core.manifest import Value
+from torchferry.errors import UnknownType
+
+
+class Scalar:
+    """Stands for numpy's scalar types in tables, since numpy may be missing."""
+
+
+def is_scalar(value: object) -> bool:
+    """Say whether it is a numpy scalar that is nothing but bytes."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and is_bytes(value.dtype)
+
+
+def is_array(value: object) -> bool:
+    """Say whether it is an ndarray, and not a subclass, which may hold more than an array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_bytes(dtype: Any) -> bool:
+    """Say whether items of a dtype are their bytes: no Python objects, no pointers to strings."""
+    return not dtype.hasobject and dtype.kind in "biufcSUVmM"
+
+
+def dtype_to_wire(dtype: Any) -> Value:
+    """Describe a dtype: its name, or its fields if it has any."""
+    # The .npy format's own description: a string, or for fields a list of tuples.
+    return _descr_to_wire(_numpy().lib.format.dtype_to_descr(dtype))
+
+
+def dtype_from_wire(wire: Value) -> Any:
+    """Make the dtype again.
+
+    Raises:
+        UnknownType: numpy is not installed.
+        ValueError: it is no description of a dtype that is all bytes.
+    """
+    try:
+        dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
+    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a numpy dtype: {error}") from None
+    if not is_bytes(dtype):
+        raise ValueError("a numpy dtype that is not plain bytes")
+    return dtype
+
+
+def _descr_to_wire(descr: Any) -> Value:
+    if isinstance(descr, list):
+        return {"fields": [_descr_to_wire(field) for field in descr]}
+    if isinstance(descr, tuple):
+        return [_descr_to_wire(part) for part in descr]
+    return descr
+
+
+def _descr_from_wire(wire: Value) -> Any:
+    if isinstance(wire, dict):
+        return [_descr_from_wire(field) for field in wire["fields"]]
+    if isinstance(wire, list):
+        return tuple(_descr_from_wire(part) for part in wire)
+    return wire
+
+
+def scalar_to_wire(value: Any) -> Value:
+    """Describe a numpy scalar as its dtype and its bytes."""
+    return [dtype_to_wire(value.dtype), value.tobytes()]
+
+
+def scalar_from_wire(wire: Value) -> object:
+    """Make a numpy scalar out of its dtype and bytes."""
+    text, data = wire
+    dtype = dtype_from_wire(text)
+    if dtype.itemsize == 0:
+        return dtype.type()
+    return _numpy().frombuffer(data, dtype=dtype)[0]
+
+
+def owner_bounds(array: Any) -> tuple[int, int]:
+    """Give the addresses between which the array's memory lies, with all that shares it."""
+    numpy = _numpy()
+    low, high = numpy.lib.array_utils.byte_bounds(array)
+    base = array.base
+    while isinstance(base, numpy.ndarray):
+        base_low, base_high = numpy.lib.array_utils.byte_bounds(base)
+        low, high = min(low, base_low), max(high, base_high)
+        base = base.base
+    return low, high
+
+
+def array_over(data: torch.Tensor, dtype: Any) -> Any:
+    """Make an ndarray of a dtype over a uint8 tensor whose last dimension is the item's bytes.
+
+    The tensor's memory stays alive as long as the array does.
+
+    Raises:
+        ValueError: the last dimension is not the size of an item.
+    """
+    if data.dtype is not torch.uint8 or not data.ndim or data.shape[-1] != dtype.itemsize:
+        raise ValueError(f"these bytes are no array of {dtype}")
+    shape, strides = tuple(data.shape[:-1]), data.stride()[:-1]
+    if data.numel() == 0:
+        return _numpy().ndarray(shape, dtype, strides=strides)
+    whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
+    return _numpy().ndarray(shape, dtype, buffer=whole.numpy(), offset=data.storage_offset(), strides=strides)
+
+
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        raise UnknownType(
+            "the incoming state holds numpy values, and numpy is not installed here: "
+            "pip install 'torchferry[numpy]'"
+        ) from None

@@ -1,0 +1,104 @@
+"""Chunks of one layout into tensors of another, item by item and without a copy of the whole.
+
+The sender's items come in order of their address there. `boxes` turns a chunk's range of items into a few
+boxes, and each is one strided copy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchferry.core.boxes import boxes, items_below
+from torchferry.core.extents import Extent, nested_dims
+from torchferry.core.manifest import TensorSpec
+from torchferry.tensors.memory import DTYPES, Memory, strided, with_bits
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def spread(
+    buffer: torch.Tensor,
+    piece: Extent,
+    position: int,
+    incoming: TensorSpec,
+    local: torch.Tensor,
+    local_spec: TensorSpec,
+    *,
+    covers: bool,
+) -> None:
+    """Write the items of `incoming` that a chunk holds into the local tensor.
+
+    `position` is where the chunk starts in the packed bytes of its extent. With `covers`, the tensor is
+    all of the extent, so that says which items these are; otherwise their addresses do.
+    """
+    dims = nested_dims(incoming)
+    assert dims is not None, "a tensor whose items have no order in memory is never spread"
+    shape = [incoming.shape[d] for d in dims]
+    size = incoming.itemsize
+    if covers:
+        first, end = position // size, (position + piece.nbytes) // size
+    else:
+        levels = [(incoming.shape[d], incoming.stride[d] * size) for d in dims]
+        first = items_below(piece.offset - incoming.offset, levels)
+        end = items_below(piece.end - incoming.offset, levels)
+    source = _Source(buffer, incoming, local_spec)
+    target = source.as_comparable(local).permute(*dims, *_others(incoming, dims))
+    expand = (..., *[None] * (len(incoming.shape) - len(dims)))
+    for start, lengths in boxes(shape, first, end):
+        into = target
+        for dim, (at, length) in enumerate(zip(start, lengths, strict=True)):
+            into = into.narrow(dim, at, length)
+        if covers:
+            items = source.packed(_flat_index(shape, start) - first, lengths)
+        else:
+            address = incoming.offset + size * sum(
+                at * incoming.stride[d] for at, d in zip(start, dims, strict=True)
+            )
+            strides = tuple(incoming.stride[d] for d in dims)
+            items = source.by_address(address - piece.offset, lengths, strides)
+        into.copy_(items[expand])
+
+
+class _Source:
+    """A chunk's bytes as items: as integers if both sides read them alike, as numbers if not."""
+
+    def __init__(self, buffer: torch.Tensor, incoming: TensorSpec, local: TensorSpec) -> None:
+        self._raw = incoming.conj == local.conj and incoming.neg == local.neg
+        self._spec = incoming
+        self._dtype = _SAME_SIZE[incoming.itemsize] if self._raw else DTYPES[incoming.dtype]
+        self._memory = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
+
+    def as_comparable(self, local: torch.Tensor) -> torch.Tensor:
+        """Give the local tensor in the dtype that the items come in."""
+        local = local.detach()
+        if not self._raw:
+            return local
+        offset = int(local.storage_offset()) * local.itemsize
+        memory = Memory(local.untyped_storage(), 0, local.device)
+        return strided(memory, self._dtype, offset, tuple(local.shape), local.stride())
+
+    def packed(self, first: int, lengths: tuple[int, ...]) -> torch.Tensor:
+        """Give items that follow one another in the chunk."""
+        strides: list[int] = []
+        step = 1
+        for length in reversed(lengths):
+            strides.insert(0, step)
+            step *= length
+        return self.by_address(first * self._spec.itemsize, lengths, tuple(strides))
+
+    def by_address(self, offset: int, lengths: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        """Give items that lie in the chunk as they lay at the sender."""
+        items = strided(self._memory, self._dtype, offset, lengths, strides)
+        return items if self._raw else with_bits(items, self._spec)
+
+
+def _others(spec: TensorSpec, dims: list[int]) -> list[int]:
+    """List the dimensions that do not move through memory: of size one, or expanded."""
+    return [d for d in range(len(spec.shape)) if d not in dims]
+
+
+def _flat_index(shape: list[int], at: tuple[int, ...]) -> int:
+    index = 0
+    for size, position in zip(shape, at, strict=True):
+        index = index * size + position
+    return index

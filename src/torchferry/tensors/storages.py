@@ -1,0 +1,149 @@
+"""Who shares memory with whom: the storages behind a state's tensors.
+
+Rules of this file:
+- Memory is memory. Two torch storages that lie in the same bytes (an ndarray and the tensor made from it)
+  are one storage here.
+- A storage starts at the first byte that some tensor uses and ends at the last, so that a small view of a
+  large storage does not cost its size, here or at the receiver.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchferry.core.extents import ITEM_BYTES
+from torchferry.core.manifest import TensorSpec
+from torchferry.tensors.memory import Memory, dtype_name, memory_at
+
+
+class _Block(NamedTuple):
+    """One torch storage as it lies in memory."""
+
+    address: int
+    nbytes: int
+    device: torch.device
+    storage: torch.UntypedStorage
+
+
+class StorageTable:
+    """Collects tensors, then says what they are in terms of as few storages as there are."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._blocks: list[_Block] = []
+        self._block_of: list[int] = []
+        self._known: dict[int, int] = {}
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """Enter a strided tensor and give its number."""
+        storage = tensor.untyped_storage()
+        block = self._known.get(storage._cdata)
+        if block is None:
+            block = len(self._blocks)
+            self._blocks.append(_Block(storage.data_ptr(), storage.nbytes(), tensor.device, storage))
+            self._known[storage._cdata] = block
+        self._block_of.append(block)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def finish(self) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
+        """Give a spec for each tensor, and the memory and size of each storage."""
+        homes = _homes(self._blocks)
+        places: dict[int, int] = {}
+        rough: list[TensorSpec] = []
+        memories: list[Memory] = []
+        for tensor, block in zip(self.tensors, self._block_of, strict=True):
+            memory, shift = homes[block]
+            storage = places.setdefault(id(memory.storage), len(memories))
+            if storage == len(memories):
+                memories.append(memory)
+            rough.append(_spec(tensor, storage, shift))
+        return _trimmed(rough, memories)
+
+
+def _spec(tensor: torch.Tensor, storage: int, shift: int) -> TensorSpec:
+    itemsize = tensor.dtype.itemsize
+    return TensorSpec(
+        dtype_name(tensor.dtype),
+        itemsize,
+        tuple(tensor.shape),
+        tensor.stride(),
+        storage,
+        shift + int(tensor.storage_offset()) * itemsize if tensor.numel() else 0,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _homes(blocks: list[_Block]) -> list[tuple[Memory, int]]:
+    """For each block, give the memory that it lies in and how far from its start."""
+    homes: list[tuple[Memory, int]] = [(Memory(block.storage, 0, block.device), 0) for block in blocks]
+    order = sorted(
+        (n for n, block in enumerate(blocks) if block.nbytes and block.device.type == "cpu"),
+        key=lambda n: (blocks[n].address, -blocks[n].nbytes),
+    )
+    group: list[int] = []
+    end = 0
+    for number in order:
+        block = blocks[number]
+        if group and not _joins(blocks[group[0]], end, block):
+            _share(blocks, group, end, homes)
+            group, end = [], 0
+        group.append(number)
+        end = max(end, block.address + block.nbytes)
+    _share(blocks, group, end, homes)
+    return homes
+
+
+def _joins(first: _Block, end: int, block: _Block) -> bool:
+    # Items must lie at multiples of their size from the storage's start, or no tensor could see them.
+    return block.address < end and (block.address - first.address) % ITEM_BYTES == 0
+
+
+def _share(blocks: list[_Block], group: list[int], end: int, homes: list[tuple[Memory, int]]) -> None:
+    if len(group) < 2:
+        return
+    first = blocks[group[0]]
+    memory = homes[group[0]][0]
+    if first.address + first.nbytes < end:
+        memory = memory_at(first.address, end - first.address)
+    for number in group:
+        homes[number] = (memory, blocks[number].address - first.address)
+
+
+def _trimmed(
+    rough: list[TensorSpec], memories: list[Memory]
+) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
+    """Cut each storage to what its tensors use, keeping items at multiples of their size."""
+    starts: dict[int, int] = {}
+    ends = [0] * len(memories)
+    widest = [1] * len(memories)
+    for spec in rough:
+        widest[spec.storage] = max(widest[spec.storage], spec.itemsize)
+        if 0 in spec.shape:
+            continue
+        starts[spec.storage] = min(starts.get(spec.storage, spec.offset), spec.offset)
+        ends[spec.storage] = max(ends[spec.storage], _end(spec))
+    bases = [starts.get(n, 0) // widest[n] * widest[n] for n in range(len(memories))]
+    specs = tuple(
+        TensorSpec(
+            s.dtype,
+            s.itemsize,
+            s.shape,
+            s.stride,
+            s.storage,
+            s.offset - bases[s.storage] if 0 not in s.shape else 0,
+            s.conj,
+            s.neg,
+        )
+        for s in rough
+    )
+    sizes = tuple(max(end - base, 0) for end, base in zip(ends, bases, strict=True))
+    return specs, tuple(m.at(base) for m, base in zip(memories, bases, strict=True)), sizes
+
+
+def _end(spec: TensorSpec) -> int:
+    last = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+    return spec.offset + (last + 1) * spec.itemsize

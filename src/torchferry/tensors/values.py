@@ -1,0 +1,195 @@
+"""Values without tensors: what MessagePack has as it is, everything else as a coded Special.
+
+One entry for one type, with both halves. Exact types only: a subclass of int or str is another type, and
+sending it as its base would not be exact.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchferry.core.codec import pack, unpack
+from torchferry.core.manifest import Special, Value
+from torchferry.errors import BadManifest, Unsendable
+from torchferry.tensors import numpy_bridge, registry
+
+_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
+
+# Named constants of torch that appear in states, by the name that torch shows them under.
+_TORCH_NAMED: dict[type, dict[str, object]] = {
+    kind: {str(value): value for value in vars(torch).values() if type(value) is kind}
+    for kind in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+}
+
+
+class ValueKind(NamedTuple):
+    """How one type of value becomes wire values and comes back."""
+
+    code: int
+    type: type
+    to_wire: Callable[[Any], Value]
+    from_wire: Callable[[Value], object]
+
+
+def to_wire(value: object) -> Value:
+    """Turn a value into what the codec can encode.
+
+    Raises:
+        Unsendable: the value, or one inside it, is of no known type. Its path is the caller's to add.
+    """
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is str:
+        return value if _is_unicode(value) else _special(_SURROGATES, value)  # type: ignore[arg-type]
+    if kind is int and -(2**63) <= value < 2**64:  # type: ignore[operator]
+        return value
+    known = _by_type.get(kind)
+    if known is None:
+        if isinstance(value, enum.Enum) and registry.is_registered(kind):
+            known = _ENUM
+        elif numpy_bridge.is_scalar(value):
+            known = _NUMPY_SCALAR
+        else:
+            raise Unsendable(_advice(value))
+    return _special(known, value)
+
+
+def from_wire(value: Value) -> object:
+    """Turn a decoded wire value back into the value.
+
+    Raises:
+        BadManifest: a code that is not known, or a payload that does not fit it.
+        UnknownType: a type that is not registered, or needs a library that is not installed.
+    """
+    if type(value) is not Special:
+        return value
+    kind = _by_code.get(value.code)
+    if kind is None:
+        raise BadManifest(f"a value of unknown code {value.code}")
+    try:
+        return kind.from_wire(unpack(value.data))
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
+        raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {error!r}") from None
+
+
+def can_travel(value: object) -> bool:
+    """Say whether `to_wire` takes it."""
+    try:
+        to_wire(value)
+    except Unsendable:
+        return False
+    return True
+
+
+def _special(kind: ValueKind, value: object) -> Special:
+    return Special(kind.code, pack(kind.to_wire(value)))
+
+
+def _advice(value: object) -> str:
+    kind = type(value)
+    what = f"a value of type {registry.name_of(kind)} can't travel: "
+    if isinstance(value, (dict, list, tuple, enum.Enum)) or hasattr(kind, "__dataclass_fields__"):
+        return what + (
+            "namedtuples, dataclasses and enums travel once torchferry.register has been called "
+            "with their class on both sides; for others, convert to a built-in container"
+        )
+    return what + (
+        "send its state as built-in values and tensors and rebuild it on the other side, leave it out, "
+        "or, between peers that trust each other, set allow_pickle=True on both"
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wire_list(values: Any) -> Value:
+    return [to_wire(value) for value in values]
+
+
+def _unwire_list(values: Value) -> list[object]:
+    return [from_wire(value) for value in values]
+
+
+def _sorted_wire(values: Any) -> Value:
+    # Equal sets must be equal Specials, for they may be keys; iteration order is not part of a set.
+    return sorted((to_wire(value) for value in values), key=pack)
+
+
+def _wire_pairs(mapping: Any) -> Value:
+    return [[to_wire(key), to_wire(value)] for key, value in mapping.items()]
+
+
+def _unwire_pairs(pairs: Value) -> list[tuple[Any, object]]:
+    return [(from_wire(key), from_wire(value)) for key, value in pairs]
+
+
+def _int_to_bytes(value: int) -> bytes:
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def _enum_to_wire(member: enum.Enum) -> Value:
+    name = registry.name_of(type(member))
+    # A combination of flags has no name of its own to be looked up by.
+    return [name, member.value if isinstance(member, enum.Flag) else member.name]
+
+
+def _enum_from_wire(wire: Value) -> object:
+    name, member = wire
+    cls = registry.look_up(name)
+    if not issubclass(cls, enum.Enum):
+        raise ValueError(f"{name} is not an enum")
+    return cls(member) if issubclass(cls, enum.Flag) else cls[member]
+
+
+def _named(kind: type) -> Callable[[Value], object]:
+    return lambda name: _TORCH_NAMED[kind][name]
+
+
+_SURROGATES = ValueKind(
+    1,
+    str,
+    lambda text: text.encode("utf-8", "surrogatepass"),
+    lambda data: data.decode("utf-8", "surrogatepass"),
+)
+_ENUM = ValueKind(40, enum.Enum, _enum_to_wire, _enum_from_wire)
+_NUMPY_SCALAR = ValueKind(41, numpy_bridge.Scalar, numpy_bridge.scalar_to_wire, numpy_bridge.scalar_from_wire)
+
+_KINDS = (
+    ValueKind(2, int, _int_to_bytes, lambda data: int.from_bytes(data, "little", signed=True)),
+    ValueKind(3, complex, lambda z: struct.pack("<dd", z.real, z.imag),
+              lambda data: complex(*struct.unpack("<dd", data))),
+    ValueKind(4, bytearray, bytes, bytearray),
+    ValueKind(5, range, lambda r: _wire_list((r.start, r.stop, r.step)),
+              lambda wire: range(*_unwire_list(wire))),  # type: ignore[call-overload]
+    ValueKind(6, slice, lambda s: _wire_list((s.start, s.stop, s.step)),
+              lambda wire: slice(*_unwire_list(wire))),
+    ValueKind(7, type(Ellipsis), lambda _: None, lambda _: Ellipsis),
+    # Containers, for where there is no tree: inside keys, sets, and a state dict's _metadata.
+    ValueKind(16, tuple, _wire_list, lambda wire: tuple(_unwire_list(wire))),
+    ValueKind(17, list, _wire_list, _unwire_list),
+    ValueKind(18, dict, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
+    ValueKind(19, OrderedDict, _wire_pairs, lambda wire: OrderedDict(_unwire_pairs(wire))),
+    ValueKind(20, set, _sorted_wire, lambda wire: set(_unwire_list(wire))),
+    ValueKind(21, frozenset, _sorted_wire, lambda wire: frozenset(_unwire_list(wire))),
+    ValueKind(32, torch.Size, list, torch.Size),
+    ValueKind(33, torch.dtype, str, _named(torch.dtype)),
+    ValueKind(34, torch.layout, str, _named(torch.layout)),
+    ValueKind(35, torch.memory_format, str, _named(torch.memory_format)),
+    ValueKind(36, torch.qscheme, str, _named(torch.qscheme)),
+    ValueKind(37, torch.device, str, torch.device),
+)  # fmt: skip
+
+_by_type = {kind.type: kind for kind in _KINDS}
+_by_code = {kind.code: kind for kind in (*_KINDS, _SURROGATES, _ENUM, _NUMPY_SCALAR)}

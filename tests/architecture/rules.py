@@ -1,0 +1,307 @@
+"""The rules of the architecture, and pure functions that find what in a module breaks them.
+
+A module belongs to a layer, by its name. A layer may import the layers that `MAY_IMPORT` lists, and
+from outside torchferry what the functions below leave it. Imports are read from the syntax tree, so
+one inside a function, or only for type checkers, counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PACKAGE = "torchferry"
+
+# The first entry that a module's name equals or lies beneath is its layer.
+LAYERS = {
+    "torchferry.errors": "errors",
+    "torchferry.core": "core",
+    "torchferry.tensors": "tensors",
+    "torchferry.links": "links",
+    "torchferry.engine": "engine",
+    "torchferry.testing": "testing",
+    "torchferry.pg_transport": "front door",
+    "torchferry.cli": "front door",
+    "torchferry.demo": "front door",
+    "torchferry.__main__": "front door",
+}
+# Importing the bare package runs its __init__, which opens the front doors.
+ROOT_LAYER = "front door"
+
+MAY_IMPORT = {
+    "errors": set[str](),
+    "core": {"core", "errors"},
+    "tensors": {"tensors", "core", "errors"},
+    "links": {"links", "core", "errors"},
+    "engine": {"engine", "tensors", "links", "core", "errors"},
+    "testing": {"testing", "engine", "tensors", "links", "core", "errors"},
+    "front door": {"front door", "engine", "tensors", "links", "core", "errors"},
+}
+
+# All that core/ may import: no clock, no chance, no threads, no outside world.
+PURE = {
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "msgspec",
+    "operator",
+    "struct",
+    "types",
+    "typing",
+}
+IMPURE_CALLS = {"__import__", "breakpoint", "eval", "exec", "input", "open", "print"}
+IMPORT_CALLS = {"__import__", "import_module"}
+
+# What reaches for the outside world, or waits for it.
+OUTSIDE_WORLD = {
+    "asyncio",
+    "concurrent",
+    "http",
+    "mmap",
+    "multiprocessing",
+    "queue",
+    "select",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "urllib",
+}
+
+TERMINAL = {"typer", "rich"}
+TERMINAL_MODULES = ("torchferry.cli", "torchferry.demo", "torchferry.__main__")
+
+# Whatever turns bytes into calls.
+PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
+PICKLE_MODULES = {"torchferry.pg_transport.pickled"}
+
+MAX_LINES = 350
+BANNED_NAMES = {"utils", "util", "helpers", "common", "misc", "types"}
+
+
+class Module(NamedTuple):
+    """A module of the package: its name, its source, and whether it is a package's __init__."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. `lazy` is one that a missing package does not stop: it is inside a
+    function, under TYPE_CHECKING, or in a try that catches ImportError.
+    """
+
+    name: str
+    line: int
+    lazy: bool
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def imports_of(module: Module, known: frozenset[str] = frozenset()) -> list[Import]:
+    """Every import of a module, by absolute name, also those made with `importlib` or `__import__`.
+
+    `from a import b` counts as a.b if that is one of the `known` modules, and as a if not.
+
+    >>> source = "from . import tree\\ndef late(): import numpy.random"
+    >>> module = Module("torchferry.core.codec", source)
+    >>> [(i.name, i.lazy) for i in imports_of(module, frozenset({"torchferry.core.tree"}))]
+    [('torchferry.core.tree', False), ('numpy.random', True)]
+    """
+    return [
+        Import(name, getattr(node, "lineno", 0), lazy)
+        for node, lazy in _walk(ast.parse(module.source), lazy=False)
+        for name in _names(node, module, known)
+    ]
+
+
+def layer_of(name: str) -> str | None:
+    """The layer to which a module belongs, None if nobody has said.
+
+    >>> layer_of("torchferry.core.codec"), layer_of("torchferry"), layer_of("torchferry.stray")
+    ('core', 'front door', None)
+    """
+    if name == PACKAGE:
+        return ROOT_LAYER
+    for prefix, layer in LAYERS.items():
+        if is_beneath(name, prefix):
+            return layer
+    return None
+
+
+def is_beneath(name: str, prefix: str) -> bool:
+    """Whether a module is `prefix` or lies in it."""
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def layer_breaches(module: Module, known: frozenset[str] = frozenset()) -> list[str]:
+    """Imports from one layer of torchferry into another that it may not know."""
+    own = layer_of(module.name)
+    if own is None:
+        return [f"{module.name} belongs to no layer: give it one in LAYERS"]
+    return [
+        f"{module.name}:{i.line} is of layer '{own}' and imports {i.name}"
+        for i in imports_of(module, known)
+        if i.top == PACKAGE and layer_of(i.name) not in MAY_IMPORT[own]
+    ]
+
+
+def purity_breaches(module: Module) -> list[str]:
+    """What reaches outside from `core/`, which sees descriptions only, or from `tensors/`."""
+    layer = layer_of(module.name)
+    outside = [i for i in imports_of(module) if i.top != PACKAGE]
+    if layer == "core":
+        impure = [(i.line, f"imports {i.name}") for i in outside if i.top not in PURE]
+        impure += [
+            (c.lineno, f"calls {name}") for c, name in _calls(module) if name in IMPURE_CALLS
+        ]
+    elif layer == "tensors":
+        impure = [(i.line, f"imports {i.name}") for i in outside if i.top in OUTSIDE_WORLD]
+    else:
+        impure = []
+    return [f"{module.name}:{line} is of layer '{layer}' and {what}" for line, what in impure]
+
+
+def terminal_breaches(module: Module) -> list[str]:
+    """Imports of what only the command line needs, and only its extra installs."""
+    if any(is_beneath(module.name, home) for home in TERMINAL_MODULES):
+        return []
+    return [
+        f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in TERMINAL
+    ]
+
+
+def numpy_breaches(module: Module) -> list[str]:
+    """Imports of numpy that fail where numpy is not installed."""
+    return [
+        f"{module.name}:{i.line} imports numpy unguarded, at the top level"
+        for i in imports_of(module)
+        if i.top == "numpy" and not i.lazy
+    ]
+
+
+def pickle_breaches(module: Module) -> list[str]:
+    """Imports of pickle and its kin outside the modules that guard it."""
+    if module.name in PICKLE_MODULES:
+        return []
+    return [
+        f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in PICKLES
+    ]
+
+
+def computed_import_breaches(module: Module) -> list[str]:
+    """Imports of a module whose name is not written in the source: it might come off the wire."""
+    return [
+        f"{module.name}:{call.lineno} imports a module by a computed name"
+        for call, name in _calls(module)
+        if name in IMPORT_CALLS and _literal(call) is None
+    ]
+
+
+def undeclared_breaches(module: Module, declared: set[str]) -> list[str]:
+    """Imports of packages that pyproject.toml does not list."""
+    expected = {PACKAGE, *declared, *sys.stdlib_module_names}
+    return [
+        f"{module.name}:{i.line} imports {i.name}, which pyproject.toml does not list"
+        for i in imports_of(module)
+        if i.top not in expected
+    ]
+
+
+def shape_breaches(module: Module) -> list[str]:
+    """A module too long to read in one go, or whose name says nothing of what is in it."""
+    found = []
+    if (lines := len(module.source.splitlines())) > MAX_LINES:
+        found.append(f"{module.name} has {lines} lines, more than {MAX_LINES}: split it by concept")
+    if banned := BANNED_NAMES.intersection(module.name.split(".")):
+        found.append(f"{module.name} is called {banned.pop()}: name what it holds")
+    return found
+
+
+def _walk(node: ast.AST, *, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes beneath one, each with whether it is guarded against a missing package."""
+    guarded = {id(child) for child in _guarded(node)}
+    for child in ast.iter_child_nodes(node):
+        child_lazy = lazy or id(child) in guarded
+        yield child, child_lazy
+        yield from _walk(child, lazy=child_lazy)
+
+
+def _guarded(node: ast.AST) -> list[ast.stmt]:
+    match node:
+        case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body):
+            return body
+        case ast.If(test=ast.Name(id="TYPE_CHECKING"), body=body):
+            return body
+        case ast.If(test=ast.Attribute(attr="TYPE_CHECKING"), body=body):
+            return body
+        case ast.Try(body=body, handlers=handlers):
+            caught = [
+                n.id
+                for h in handlers
+                if h.type
+                for n in ast.walk(h.type)
+                if isinstance(n, ast.Name)
+            ]
+            return body if {"ImportError", "ModuleNotFoundError"}.intersection(caught) else []
+    return []
+
+
+def _names(node: ast.AST, module: Module, known: frozenset[str]) -> list[str]:
+    """The modules that one node imports, by absolute name."""
+    match node:
+        case ast.Import(names=aliases):
+            return [alias.name for alias in aliases]
+        case ast.ImportFrom(names=aliases):
+            base = _absolute(node, module)
+            full = [f"{base}.{alias.name}" for alias in aliases]
+            return list(dict.fromkeys(name if name in known else base for name in full))
+        case ast.Call() if _called(node) in IMPORT_CALLS and (name := _literal(node)):
+            return [name]
+    return []
+
+
+def _absolute(node: ast.ImportFrom, module: Module) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    base = parts[: len(parts) - node.level + module.is_package]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def _calls(module: Module) -> list[tuple[ast.Call, str]]:
+    nodes = ast.walk(ast.parse(module.source))
+    return [(node, _called(node)) for node in nodes if isinstance(node, ast.Call)]
+
+
+def _called(call: ast.Call) -> str:
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr="import_module" as name):
+            return name
+    return ""
+
+
+def _literal(call: ast.Call) -> str | None:
+    match call.args:
+        case [ast.Constant(value=str(name)), *_]:
+            return name
+    return None

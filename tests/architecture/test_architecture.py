@@ -1,0 +1,287 @@
+"""The layers keep apart, the core stays pure, and importing torchferry changes nothing.
+
+Every rule comes twice: once against the package, once against a snippet that breaks it, so that a
+checker which has gone blind is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architecture import rules
+from tests.architecture.rules import Module
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+
+def read_module(path: Path) -> Module:
+    parts = list(path.relative_to(SRC).with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    return Module(".".join(parts[:-1] if is_package else parts), path.read_text(), is_package)
+
+
+MODULES = [read_module(path) for path in sorted((SRC / rules.PACKAGE).rglob("*.py"))]
+KNOWN = frozenset(module.name for module in MODULES)
+
+
+def declared_packages() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[^\w-]", wanted)[0] for group in groups for wanted in group}
+
+
+def breaches(rule: Callable[[Module], list[str]]) -> list[str]:
+    return [breach for module in MODULES for breach in rule(module)]
+
+
+class TestEveryModule:
+    def test_is_found(self) -> None:
+        assert {"torchferry", "torchferry.core", "torchferry.errors"} <= KNOWN
+
+    def test_imports_only_the_layers_that_it_may_know(self) -> None:
+        assert breaches(lambda module: rules.layer_breaches(module, KNOWN)) == []
+
+    def test_of_the_core_is_pure_and_of_tensors_does_no_io(self) -> None:
+        assert breaches(rules.purity_breaches) == []
+
+    def test_leaves_the_terminal_to_the_command_line(self) -> None:
+        assert breaches(rules.terminal_breaches) == []
+
+    def test_does_without_numpy_until_it_is_needed(self) -> None:
+        assert breaches(rules.numpy_breaches) == []
+
+    def test_leaves_pickle_to_the_module_that_guards_it(self) -> None:
+        assert breaches(rules.pickle_breaches) == []
+
+    def test_imports_nothing_by_a_computed_name(self) -> None:
+        assert breaches(rules.computed_import_breaches) == []
+
+    def test_imports_only_packages_that_are_declared(self) -> None:
+        declared = declared_packages()
+        assert breaches(lambda module: rules.undeclared_breaches(module, declared)) == []
+
+    def test_is_short_and_has_a_telling_name(self) -> None:
+        assert breaches(rules.shape_breaches) == []
+
+
+class TestTheCheckerBites:
+    KNOWN = frozenset(
+        {
+            "torchferry.core.plan",
+            "torchferry.engine",
+            "torchferry.pg_transport",
+            "torchferry.errors",
+        }
+    )
+
+    @pytest.mark.parametrize(
+        ("name", "source"),
+        [
+            ("torchferry.core.plan", "from torchferry.tensors import kinds"),
+            ("torchferry.core.plan", "from torchferry import engine"),
+            ("torchferry.core.plan", "from .. import links"),
+            ("torchferry.core.plan", "from ..links.base import Link"),
+            ("torchferry.core.plan", "def late():\n    import torchferry.engine"),
+            ("torchferry.tensors.kinds", "import torchferry.links.base"),
+            ("torchferry.tensors.kinds", "from torchferry import PGTransport"),
+            ("torchferry.tensors.kinds", "from torchferry.engine import send"),
+            ("torchferry.links.base", "from torchferry.tensors.kinds import Kind"),
+            (
+                "torchferry.links.base",
+                "import importlib\nimportlib.import_module('torchferry.engine')",
+            ),
+            ("torchferry.engine", "from torchferry.pg_transport import PGTransport"),
+            ("torchferry.engine", "from torchferry.testing.links import MemoryLink"),
+            ("torchferry.engine.run", "import torchferry.cli"),
+            ("torchferry.testing.links", "import torchferry"),
+            ("torchferry.testing.links", "from torchferry.demo import run"),
+            ("torchferry.errors", "from torchferry.core.plan import Plan"),
+            ("torchferry.pg_transport", "from torchferry.testing import links"),
+            ("torchferry.stray", ""),
+        ],
+    )
+    def test_on_an_import_across_layers(self, name: str, source: str) -> None:
+        assert rules.layer_breaches(Module(name, source), self.KNOWN)
+
+    def test_but_not_on_one_that_is_allowed(self) -> None:
+        for name, source in [
+            ("torchferry.core.codec", "from . import plan\nfrom torchferry import errors"),
+            ("torchferry.tensors.kinds", "from torchferry.core.plan import Plan\nimport torch"),
+            ("torchferry.engine", "from torchferry.links.base import Link"),
+            ("torchferry.testing.links", "from torchferry import engine, errors"),
+            ("torchferry.pg_transport", "from torchferry.engine import send"),
+        ]:
+            assert rules.layer_breaches(Module(name, source), self.KNOWN) == []
+
+    def test_on_relative_imports_in_a_package_as_in_a_module(self) -> None:
+        package = Module("torchferry.core", "from .. import engine", is_package=True)
+        assert rules.layer_breaches(package, self.KNOWN)
+        package = Module("torchferry.core", "from . import plan", is_package=True)
+        assert rules.layer_breaches(package, self.KNOWN) == []
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "import torch",
+            "from torch import Tensor",
+            "import time",
+            "from random import Random",
+            "import threading",
+            "import logging",
+            "import os.path",
+            "import socket",
+            "import asyncio",
+            "import xxhash",
+            "def late():\n    import torch",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+            "torch = __import__('torch')",
+            "text = open('file').read()",
+            "print('hello')",
+        ],
+    )
+    def test_on_an_impure_core(self, source: str) -> None:
+        assert rules.purity_breaches(Module("torchferry.core.plan", source))
+
+    @pytest.mark.parametrize(
+        "name", ["socket", "threading", "subprocess", "multiprocessing", "time"]
+    )
+    def test_on_tensors_that_do_io(self, name: str) -> None:
+        assert rules.purity_breaches(Module("torchferry.tensors.kinds", f"import {name}"))
+
+    def test_on_a_terminal_library_outside_the_command_line(self) -> None:
+        source = "def late():\n    from rich.table import Table"
+        assert rules.terminal_breaches(Module("torchferry.engine", source))
+        assert rules.terminal_breaches(Module("torchferry.demo.screen", source)) == []
+
+    @pytest.mark.parametrize(
+        ("source", "flagged"),
+        [
+            ("import numpy as np", True),
+            ("from numpy import ndarray", True),
+            ("try:\n    import numpy\nexcept OSError:\n    pass", True),
+            ("class A:\n    import numpy", True),
+            ("def late():\n    import numpy", False),
+            ("try:\n    import numpy\nexcept ImportError:\n    numpy = None", False),
+            ("import typing\nif typing.TYPE_CHECKING:\n    import numpy", False),
+        ],
+    )
+    def test_on_numpy_taken_for_granted(self, source: str, flagged: bool) -> None:
+        assert bool(rules.numpy_breaches(Module("torchferry.tensors.kinds", source))) == flagged
+
+    @pytest.mark.parametrize(
+        "source", ["import pickle", "from pickle import loads", "import marshal"]
+    )
+    def test_on_pickle_outside_its_module(self, source: str) -> None:
+        assert rules.pickle_breaches(Module("torchferry.engine", source))
+
+    def test_on_a_module_imported_by_a_computed_name(self) -> None:
+        source = "from importlib import import_module\ndef load(name):\n    import_module(name)"
+        assert rules.computed_import_breaches(Module("torchferry.core.codec", source))
+
+    def test_on_a_package_that_nobody_declared(self) -> None:
+        module = Module("torchferry.engine", "import json, torch\nimport requests.adapters")
+        assert len(rules.undeclared_breaches(module, {"torch"})) == 1
+
+    def test_on_a_module_that_is_too_long(self) -> None:
+        assert rules.shape_breaches(Module("torchferry.engine", "x = 1\n" * 351))
+        assert rules.shape_breaches(Module("torchferry.engine", "x = 1\n" * 350)) == []
+
+    @pytest.mark.parametrize("name", sorted(rules.BANNED_NAMES))
+    def test_on_a_name_that_says_nothing(self, name: str) -> None:
+        assert rules.shape_breaches(Module(f"torchferry.core.{name}", ""))
+
+
+# Run in a fresh interpreter, around the line that it is given. What torch does when its own modules
+# are imported is not our doing: they come first.
+OBSERVE = """
+import json, logging, os, sys, threading, warnings
+for name in {torch_modules!r}:
+    __import__(name)
+import torch
+
+def observe():
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return dict(
+        threads=sorted(t.name for t in threading.enumerate()),
+        tasks=len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0,
+        environment=dict(os.environ),
+        handlers=sum(len(getattr(logger, "handlers", [])) for logger in loggers),
+        levels=[logging.getLogger().level, logging.getLogger("torchferry").level],
+        warning_filters=len(warnings.filters),
+        torch=[torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()],
+        rng=hash(bytes(torch.get_rng_state().tolist())),
+    )
+
+before = observe()
+{line}
+print(json.dumps(dict(before=before, after=observe(), modules=sorted(sys.modules))))
+"""
+
+
+def observe(line: str) -> dict[str, Any]:
+    torch_modules = sorted(
+        {i.name for m in MODULES for i in rules.imports_of(m) if i.top == "torch" and not i.lazy}
+    )
+    script = OBSERVE.format(line=line, torch_modules=torch_modules)
+    return json.loads(run_python(script))  # type: ignore[no-any-return]
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=SRC, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return observe("import torchferry")
+
+
+class TestImportingTorchferry:
+    @pytest.mark.parametrize(
+        "what",
+        [
+            "threads",
+            "tasks",
+            "environment",
+            "handlers",
+            "levels",
+            "warning_filters",
+            "torch",
+            "rng",
+        ],
+    )
+    def test_leaves_as_they_were_the(self, what: str, seen: dict[str, Any]) -> None:
+        assert seen["before"][what] == seen["after"][what]
+
+    def test_imports_neither_typer_nor_rich(self, seen: dict[str, Any]) -> None:
+        assert "torchferry" in seen["modules"]
+        assert not rules.TERMINAL.intersection(seen["modules"])
+
+    def test_works_where_numpy_is_not_installed(self) -> None:
+        run_python("import sys; sys.modules['numpy'] = None; import torchferry")
+
+    def test_is_watched_by_an_observer_that_sees_changes(self) -> None:
+        changes = {
+            "threads": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "environment": "os.environ['TORCHFERRY'] = '1'",
+            "handlers": "logging.basicConfig()",
+            "levels": "logging.getLogger('torchferry').setLevel('INFO')",
+            "warning_filters": "warnings.simplefilter('ignore')",
+            "torch": "torch.set_num_threads(7)",
+            "rng": "torch.rand(1)",
+        }
+        seen = observe("; ".join(changes.values()))
+        assert [what for what in changes if seen["before"][what] == seen["after"][what]] == []

@@ -1,0 +1,75 @@
+"""What all tests share: clusters of real processes, and the rule that nothing outlives the session.
+
+`pair`, `quad` and `octet` are clusters of 2, 4 and 8 workers (tests/support/cluster.py). Their
+workers start when a test first uses them, serve every later test, and are replaced when broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.support import processes
+from tests.support.cluster import Cluster
+
+# Examples that go through real processes take as long as they take.
+hypothesis.settings.register_profile("torchferry", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("torchferry")
+
+_open_clusters: list[Cluster] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_outlives_the_session() -> Iterator[None]:
+    """Set up first, so torn down last, when every other fixture has ended what it started."""
+    mark = processes.mark_session()
+    yield
+    strays = processes.left_behind(mark)
+    for stray in strays:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stray.pid, signal.SIGKILL)
+    assert not strays, "the tests left processes behind:\n" + "\n".join(
+        f"  {stray.pid} {stray.command}" for stray in strays
+    )
+
+
+def pytest_runtest_logfinish() -> None:
+    """After each test."""
+    for cluster in _open_clusters:
+        cluster.settle()
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Cluster]:
+    """Two workers in one gloo group."""
+    with _cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def quad() -> Iterator[Cluster]:
+    """Four workers in one gloo group."""
+    with _cluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def octet() -> Iterator[Cluster]:
+    """Eight workers in one gloo group."""
+    with _cluster(8) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def _cluster(world_size: int) -> Iterator[Cluster]:
+    with Cluster(world_size) as cluster:
+        _open_clusters.append(cluster)
+        try:
+            yield cluster
+        finally:
+            _open_clusters.remove(cluster)

@@ -1,0 +1,153 @@
+"""The wheel builds, holds what it should, and runs the README's example in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+BUILD_INPUTS = ["pyproject.toml", "README.md", "LICENSE", "src"]
+RUNTIME = {"torch", "msgspec", "xxhash"}
+EXAMPLE_TIMEOUT_S = 120
+
+
+def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
+    """What the command printed.
+
+    Runs it away from the checkout, with nothing in the environment that could lead back there.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{[*map(str, command)]} failed:\n{done.stdout}"
+    return done.stdout
+
+
+def readme_example() -> str:
+    """The first block of Python in the README, which is a whole script."""
+    block = re.search(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert block, "README.md has no ```python block"
+    return block[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: building leaves files beside the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in BUILD_INPUTS:
+        source = ROOT / name
+        if source.is_dir():
+            unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(source, folder / "checkout" / name, ignore=unwanted)
+        else:
+            (folder / "checkout").mkdir(exist_ok=True)
+            shutil.copy(source, folder / "checkout")
+    out = folder / "dist"
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", out, folder / "checkout", cwd=folder)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment that has the wheel, what it requires, and nothing else.
+
+    torch and the others are not installed a second time, but linked to where they are already.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    run(
+        *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet"),
+        *("--no-index", "--no-deps", wheel),
+        cwd=folder,
+    )
+    packages = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+    )
+    for entry in sorted(entries_of(with_all_they_require(RUNTIME))):
+        (Path(packages.strip()) / entry.name).symlink_to(entry)
+    return python
+
+
+def with_all_they_require(names: set[str]) -> dict[str, Distribution]:
+    """The named distributions and, to any depth, those that they require here."""
+    found: dict[str, Distribution] = {}
+    waiting = [*names]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in found:
+            found[name] = distribution(name)
+            wanted = map(Requirement, found[name].requires or [])
+            waiting += [r.name for r in wanted if not r.marker or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def entries_of(distributions: dict[str, Distribution]) -> set[Path]:
+    """The folders and files that they put directly into site-packages."""
+    return {
+        Path(str(dist.locate_file(file.parts[0])))
+        for dist in distributions.values()
+        for file in dist.files or []
+        if file.parts[0] not in {"..", "__pycache__"}
+    }
+
+
+def test_the_wheel_holds_the_package_and_its_type_marker_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+    assert sources <= set(names)
+    assert "torchferry/py.typed" in names
+    top_levels = {name.partition("/")[0] for name in names}
+    assert top_levels == {"torchferry", f"torchferry-{wheel.name.split('-')[1]}.dist-info"}
+
+
+def test_the_wheel_carries_its_licence_and_says_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+        assert archive.read(licence).decode() == (ROOT / "LICENSE").read_text()
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        headers = archive.read(metadata).decode().splitlines()
+    assert "License-Expression: BSD-3-Clause" in headers
+    always = {
+        re.split(r"[^\w-]", header.removeprefix("Requires-Dist: "))[0]
+        for header in headers
+        if header.startswith("Requires-Dist: ") and "extra ==" not in header
+    }
+    assert always == RUNTIME
+
+
+def test_the_package_is_imported_from_the_wheel_and_not_from_the_checkout(installed: Path) -> None:
+    script = "import torchferry; print(torchferry.__file__)"
+    imported_from = Path(run(installed, "-c", script, cwd=installed.parent).strip())
+    assert imported_from.is_relative_to(installed.parents[1])
+
+
+def test_the_command_is_installed(installed: Path) -> None:
+    assert installed.with_name("torchferry").is_file()
+
+
+def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(readme_example())
+    run(installed, example, cwd=tmp_path, timeout_s=EXAMPLE_TIMEOUT_S)

@@ -1,0 +1,123 @@
+"""The half of a cluster that runs in its worker processes: join the group, then answer calls."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+# The parent's way to ask a worker that hangs where it hangs.
+SHOW_STACKS = signal.SIGUSR1
+# In place of a call.
+STOP = b""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function to call, pickled apart from the path on which its module is found."""
+
+    sys_path: list[str]
+    fn_and_args: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception, as much of it as can cross: its text always, itself only if it pickles."""
+
+    type_name: str
+    message: str
+    traceback_text: str
+    pickled: bytes | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    value: Any = None
+    failure: Failure | None = None
+
+
+def main(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    group_timeout_s: float,
+    stacks_file: Path,
+    conn: connection.Connection,
+) -> None:
+    """Lives until the parent says stop, closes the pipe or dies."""
+    # An interrupt from the keyboard reaches the whole process group; the parent handles it for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_when_the_parent_is_gone, daemon=True).start()
+    torch.set_num_threads(1)
+
+    def join_the_group() -> None:
+        timeout = timedelta(seconds=group_timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+
+    with stacks_file.open("a") as stacks:
+        faulthandler.register(SHOW_STACKS, file=stacks, all_threads=True)
+        conn.send_bytes(_answer_to(join_the_group))
+        with contextlib.suppress(EOFError):
+            while (request := conn.recv_bytes()) != STOP:
+                conn.send_bytes(_answer_to(_call, rank, request))
+        faulthandler.unregister(SHOW_STACKS)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _call(rank: int, request: bytes) -> Any:
+    call: Call = pickle.loads(request)
+    sys.path.extend(entry for entry in call.sys_path if entry not in sys.path)
+    fn, args = pickle.loads(call.fn_and_args)
+    return fn(rank, *args)
+
+
+def _answer_to(fn: Callable[..., Any], *args: Any) -> bytes:
+    # BaseException: pytest's own outcomes, and SystemExit, are answers like any other.
+    try:
+        return pickle.dumps(Answer(value=fn(*args)))
+    except BaseException as error:
+        return pickle.dumps(Answer(failure=_describe(error)))
+
+
+def _describe(error: BaseException) -> Failure:
+    kind = type(error)
+    try:
+        pickled = pickle.dumps(error)
+        # An exception whose __init__ takes more than its message pickles well and loads badly.
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Failure(
+        type_name=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
+        message=str(error),
+        traceback_text="".join(traceback.format_exception(error)),
+        pickled=pickled,
+    )
+
+
+def _leave_when_the_parent_is_gone() -> NoReturn:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("a worker is started by multiprocessing, from a parent")
+    connection.wait([parent.sentinel])
+    os._exit(1)
