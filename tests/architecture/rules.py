@@ -171,9 +171,7 @@ def purity_breaches(module: Module) -> list[str]:
     outside = [i for i in imports_of(module) if i.top != PACKAGE]
     if layer == "core":
         impure = [(i.line, f"imports {i.name}") for i in outside if i.top not in PURE]
-        impure += [
-            (c.lineno, f"calls {name}") for c, name in _calls(module) if name in IMPURE_CALLS
-        ]
+        impure += [(c.lineno, f"calls {name}") for c, name in _calls(module) if name in IMPURE_CALLS]
     elif layer == "tensors":
         impure = [(i.line, f"imports {i.name}") for i in outside if i.top in OUTSIDE_WORLD]
     else:
@@ -185,9 +183,7 @@ def terminal_breaches(module: Module) -> list[str]:
     """Imports of what only the command line needs, and only its extra installs."""
     if any(is_beneath(module.name, home) for home in TERMINAL_MODULES):
         return []
-    return [
-        f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in TERMINAL
-    ]
+    return [f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in TERMINAL]
 
 
 def numpy_breaches(module: Module) -> list[str]:
@@ -203,9 +199,7 @@ def pickle_breaches(module: Module) -> list[str]:
     """Imports of pickle and its kin outside the modules that guard it."""
     if module.name in PICKLE_MODULES:
         return []
-    return [
-        f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in PICKLES
-    ]
+    return [f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in PICKLES]
 
 
 def computed_import_breaches(module: Module) -> list[str]:
@@ -255,13 +249,7 @@ def _guarded(node: ast.AST) -> list[ast.stmt]:
         case ast.If(test=ast.Attribute(attr="TYPE_CHECKING"), body=body):
             return body
         case ast.Try(body=body, handlers=handlers):
-            caught = [
-                n.id
-                for h in handlers
-                if h.type
-                for n in ast.walk(h.type)
-                if isinstance(n, ast.Name)
-            ]
+            caught = [n.id for h in handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)]
             return body if {"ImportError", "ModuleNotFoundError"}.intersection(caught) else []
     return []
 

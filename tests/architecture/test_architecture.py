@@ -152,9 +152,7 @@ class TestTheCheckerBites:
     def test_on_an_impure_core(self, source: str) -> None:
         assert rules.purity_breaches(Module("torchferry.core.plan", source))
 
-    @pytest.mark.parametrize(
-        "name", ["socket", "threading", "subprocess", "multiprocessing", "time"]
-    )
+    @pytest.mark.parametrize("name", ["socket", "threading", "subprocess", "multiprocessing", "time"])
     def test_on_tensors_that_do_io(self, name: str) -> None:
         assert rules.purity_breaches(Module("torchferry.tensors.kinds", f"import {name}"))
 
@@ -178,9 +176,7 @@ class TestTheCheckerBites:
     def test_on_numpy_taken_for_granted(self, source: str, flagged: bool) -> None:
         assert bool(rules.numpy_breaches(Module("torchferry.tensors.kinds", source))) == flagged
 
-    @pytest.mark.parametrize(
-        "source", ["import pickle", "from pickle import loads", "import marshal"]
-    )
+    @pytest.mark.parametrize("source", ["import pickle", "from pickle import loads", "import marshal"])
     def test_on_pickle_outside_its_module(self, source: str) -> None:
         assert rules.pickle_breaches(Module("torchferry.engine", source))
 

@@ -53,8 +53,8 @@ class Run:
         return found
 
     def files(self) -> list[Path]:
-        """What lies in the folder that it had for temporary files."""
-        return list(self._temporary.iterdir())
+        """What it left in its folder for temporary files, but for the cache that torch makes there."""
+        return [p for p in self._temporary.iterdir() if not p.name.startswith("torchinductor_")]
 
     def _processes(self) -> list[processes.Process]:
         everyone = processes.ours(os.environ[processes.MARK])

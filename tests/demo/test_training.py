@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,15 @@ import torch
 from torchferry.demo.training import Training, TrainingState
 
 SIZE = 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in the demo's workers. It is also faster, with several processes on few cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def step(workers: list[Training]) -> None:
@@ -81,10 +90,10 @@ def test_all_workers_stay_equal() -> None:
 
 
 def test_the_loss_goes_down() -> None:
-    early, late = trained(1)[0].loss, trained(25)[0].loss
+    early, late = trained(1)[0].loss, trained(12)[0].loss
     assert early is not None
     assert late is not None
-    assert late < early / 2
+    assert late < 0.8 * early
 
 
 def test_an_attempt_changes_nothing_and_can_be_repeated() -> None:

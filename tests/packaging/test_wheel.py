@@ -43,9 +43,7 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
 
 def readme_example() -> str:
     """The first block of Python in the README, which is a whole script."""
-    block = re.search(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert block, "README.md has no ```python block"
     return block[1]
 
@@ -82,9 +80,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--no-index", "--no-deps", wheel),
         cwd=folder,
     )
-    packages = run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
-    )
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
     for entry in sorted(entries_of(with_all_they_require(RUNTIME))):
         (Path(packages.strip()) / entry.name).symlink_to(entry)
     return python
@@ -143,8 +139,21 @@ def test_the_package_is_imported_from_the_wheel_and_not_from_the_checkout(instal
     assert imported_from.is_relative_to(installed.parents[1])
 
 
-def test_the_command_is_installed(installed: Path) -> None:
-    assert installed.with_name("torchferry").is_file()
+def test_the_wheel_has_the_version_that_the_package_names(installed: Path) -> None:
+    script = (
+        "import importlib.metadata, torchferry;"
+        "print(importlib.metadata.version('torchferry'), torchferry.__version__)"
+    )
+    of_the_wheel, of_the_package = run(installed, "-c", script, cwd=installed.parent).split()
+    assert of_the_wheel == of_the_package
+
+
+def test_the_command_is_installed_and_without_its_extra_says_what_it_needs(installed: Path) -> None:
+    done = subprocess.run(
+        [installed.with_name("torchferry"), "demo"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "pip install 'torchferry[cli]'" in done.stderr
 
 
 def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:

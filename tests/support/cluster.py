@@ -118,9 +118,7 @@ class Cluster:
     the group itself, shorter so that a collective which hangs is reported from where it hangs.
     """
 
-    def __init__(
-        self, world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0
-    ) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.group_timeout_s = group_timeout_s

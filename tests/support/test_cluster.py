@@ -167,9 +167,7 @@ def test_outcomes_hold_values_beside_errors_and_leave_the_cluster_whole(cluster:
     ],
     ids=["signal", "exit"],
 )
-def test_a_death_is_reported_at_once_though_others_are_busy(
-    cluster: Cluster, job: Job, how: str
-) -> None:
+def test_a_death_is_reported_at_once_though_others_are_busy(cluster: Cluster, job: Job, how: str) -> None:
     cluster.run(own_pid)
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank 1 (was )?{how}"):

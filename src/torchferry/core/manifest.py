@@ -23,15 +23,28 @@ Value: TypeAlias = Any
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Special(Struct, frozen=True, array_like=True):
+class Special:
     """A value that msgpack lacks: a code that says what it is, and its encoding.
 
     The payload stays encoded so that a Special is hashable (it may be a dict key) and so that nothing is
-    unpacked before somebody who knows the code asks for it.
+    unpacked before somebody who knows the code asks for it. A class of its own making, because msgspec
+    has an encoding for every sort of record, and this one must be an extension.
     """
 
-    code: int
-    data: bytes
+    __slots__ = ("code", "data")
+
+    def __init__(self, code: int, data: bytes) -> None:
+        self.code = code
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Special) and (self.code, self.data) == (other.code, other.data)
+
+    def __hash__(self) -> int:
+        return hash((self.code, self.data))
+
+    def __repr__(self) -> str:
+        return f"Special({self.code}, {self.data!r})"
 
 
 class TensorSpec(Struct, frozen=True, array_like=True, gc=False):

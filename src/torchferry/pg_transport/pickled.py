@@ -18,60 +18,18 @@ from torchferry.pg_transport.contract import AncestorStateMeta, to_envelope
 # Opcodes that build plain data. Everything that is not listed is refused: what names a global, calls,
 # builds an instance, asks for a persistent or out-of-band object, and what makes the unpickler set aside
 # memory by a number in the frame (PUT with a given index, BYTEARRAY8).
-_DATA = frozenset(
-    [
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "POP",
-        "POP_MARK",
-        "DUP",
-        "MEMOIZE",
-        "GET",
-        "BINGET",
-        "LONG_BINGET",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "EMPTY_LIST",
-        "APPEND",
-        "APPENDS",
-        "LIST",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-        "EMPTY_DICT",
-        "DICT",
-        "SETITEM",
-        "SETITEMS",
-        "EMPTY_SET",
-        "ADDITEMS",
-        "FROZENSET",
-        "BINPUT",
-    ]
-)
+# fmt: off
+_DATA = frozenset({
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "MEMOIZE", "BINPUT", "GET", "BINGET",
+    "LONG_BINGET",
+    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4",
+    "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET",
+})
+# fmt: on
 
 
 def dump_leaf(value: object) -> bytes:

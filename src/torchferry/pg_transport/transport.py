@@ -139,13 +139,13 @@ def _number(group: Any, name: str) -> int | None:
 
 
 def _seconds(timeout: timedelta | float) -> float:
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise BadArgument(f"timeout must be a timedelta or a number of seconds above 0, not {timeout!r}")
-    if not isfinite(timeout):
-        raise BadArgument("timeout must be finite: nothing here may wait for ever")
-    return float(timeout)
+    try:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        raise BadArgument(f"timeout must be a timedelta or a number of seconds, not {timeout!r}") from None
+    if not (seconds > 0 and isfinite(seconds)):
+        raise BadArgument(f"timeout must be above 0 and finite, not {timeout!r}: nothing waits for ever")
+    return seconds
 
 
 def _device(device: torch.device | str) -> torch.device:
