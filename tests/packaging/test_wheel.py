@@ -32,12 +32,11 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
         cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, f"{[*map(str, command)]} failed:\n{done.stdout}"
+    assert done.returncode == 0, f"{[*map(str, command)]} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 

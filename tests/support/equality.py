@@ -144,7 +144,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
         tensor.untyped_storage(), offset, shape, stride
     )
     # Without numpy, a storage is the way to bytes.
-    return bytes(raw.cpu().contiguous().view(torch.uint8).flatten().tolist()) if raw.numel() else b""
+    packed = raw.cpu().flatten().clone(memory_format=torch.contiguous_format)
+    return bytes(packed.view(torch.uint8).tolist()) if raw.numel() else b""
 
 
 def _compare_arrays(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None:

@@ -27,3 +27,11 @@ class Report:
     def bytes_per_second(self) -> float:
         """Payload over the whole time; 0 if there was no time."""
         return self.payload_bytes / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        ranks = ", ".join(str(peer) for peer in self.peers)
+        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
+        return (
+            f"{self.payload_bytes:,} bytes in {self.messages} messages with rank {ranks}, "
+            f"{self.seconds:.3f} s ({phases})"
+        )

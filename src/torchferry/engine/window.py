@@ -68,9 +68,13 @@ class Staging:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Give a flat buffer of exactly this size."""
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= nbytes:
-                return self._free.pop(index)[:nbytes]
+        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= nbytes]
+        if fitting:
+            # The smallest, so that a small message does not hold on to the memory of a large one.
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))[:nbytes]
+        # All that are free are too small. Kept, they would add up: each message a little larger than the
+        # one before would need a new buffer.
+        self._free.clear()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:

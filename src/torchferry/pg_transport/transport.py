@@ -83,6 +83,8 @@ class PGTransport:
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: a receiver is gone (also a ConnectionError).
         """
+        if isinstance(dst_ranks, int):
+            raise BadArgument(f"dst_ranks is a list of ranks, not {dst_ranks!r}")
         peers = [self._peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} names a rank twice")
@@ -158,4 +160,6 @@ def _device(device: torch.device | str) -> torch.device:
 def _step(step: int | None) -> int | None:
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadArgument(f"step must be an int, not {step!r}")
+    if step is not None and not -(2**63) <= step < 2**63:
+        raise BadArgument(f"step {step} does not fit in 64 bits")
     return step

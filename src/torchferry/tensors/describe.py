@@ -6,16 +6,18 @@ Everything that can't travel is found here, before anything is sent, with its pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from torchferry.core.compare import PICKLED
-from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest
+from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, format_path
 from torchferry.errors import Unsendable
 from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
+from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import Memory
 from torchferry.tensors.storages import StorageTable
 from torchferry.tensors.values import to_wire
@@ -48,13 +50,22 @@ def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) 
 def describe_target(state: object) -> Description:
     """Describe a local state that is to be written in place.
 
-    What can't be described becomes an opaque leaf: it only matters if something arrives at its path.
+    What can't be described becomes an opaque leaf, and what can't be written a kind of its own: both only
+    matter if something arrives at their path.
     """
 
     def opaque(value: object, error: Unsendable) -> Leaf:
         return Leaf(OPAQUE)
 
-    return _Describer(opaque).run(state)
+    found = _Describer(opaque).run(state)
+    leaves = tuple(map(_if_writable, found.manifest.leaves, found.values))
+    return replace(found, manifest=msgspec.structs.replace(found.manifest, leaves=leaves))
+
+
+def _if_writable(leaf: Leaf, value: object) -> Leaf:
+    if leaf.kind == NDARRAY.name and not leaf.traits["writeable"]:
+        return msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
+    return leaf
 
 
 _Otherwise = Callable[[object, Unsendable], Leaf]
@@ -67,6 +78,13 @@ def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
         return Leaf(PICKLED, traits=pickle(value))
 
     return otherwise
+
+
+def _key_to_wire(key: object) -> Value:
+    try:
+        return to_wire(key)
+    except Unsendable as error:
+        raise Unsendable(f"among its keys, {error.what}") from None
 
 
 class _Describer:
@@ -97,13 +115,16 @@ class _Describer:
             opened = open_branch(value)
             if opened is None:
                 return self._leaf(value)
-            keys = None if opened.keys is None else tuple(to_wire(key) for key in opened.keys)
+            keys = None if opened.keys is None else tuple(map(_key_to_wire, opened.keys))
         except Unsendable as error:
             return self._unknown(value, path, error)
         if len(path) >= MAX_DEPTH:
+            where = format_path(path[:8]) + "…"
             raise Unsendable(
-                f"the state is nested deeper than {MAX_DEPTH}, or contains itself",
-                path=format_path(path[:8]) + "…",
+                f"{where}: a {type(value).__qualname__} nested deeper than {MAX_DEPTH}, in a state that "
+                "perhaps contains itself: such a state can't travel, so break the cycle or flatten it",
+                path=where,
+                phase="describe",
             )
         index = len(self._branches)
         self._branches.append(None)

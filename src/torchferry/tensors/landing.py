@@ -11,8 +11,8 @@ from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Message
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import Memory, new_memory, run_of, store, tensor_over
-from torchferry.tensors.spread import spread
+from torchferry.tensors.memory import Memory, new_memory, raw_over, run_of, store, tensor_over
+from torchferry.tensors.spread import once, spread
 
 
 class Ground:
@@ -67,9 +67,12 @@ class Ground:
         """Copy the tensors that had to arrive whole out of scratch."""
         for pair in pairs:
             assert self._target is not None, "only a local state has tensors to copy into"
-            spec = self._incoming.tensors[pair.incoming]
-            arrived = tensor_over(self._scratch[spec.storage], spec)
-            self._target.tensors[pair.local].detach().copy_(arrived)
+            theirs = self._incoming.tensors[pair.incoming]
+            ours = self._target.manifest.tensors[pair.local]
+            alike = theirs.conj == ours.conj and theirs.neg == ours.neg
+            over = raw_over if alike else tensor_over
+            arrived = over(self._scratch[theirs.storage], theirs)
+            once(over(self._memories[ours.storage], ours)).copy_(once(arrived))
 
     def mark_changed(self) -> None:
         """Tell autograd that the local tensors have new values, since they were written behind it."""

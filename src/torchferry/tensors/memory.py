@@ -19,6 +19,9 @@ from torchferry.errors import BadManifest
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+RAW = {**_WORDS, 16: torch.complex128}
+"""For each size of item, a dtype in which it can be copied as it is."""
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -90,6 +93,11 @@ def with_bits(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
+def raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
+    """Make that tensor in a dtype that can be copied, which not every dtype can."""
+    return strided(memory, RAW[spec.itemsize], spec.offset, spec.shape, spec.stride)
+
+
 def check_dtype(spec: TensorSpec) -> None:
     """Check that a dtype is known here and has the size that the peer says.
 
@@ -112,20 +120,23 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
 
 def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
     """Copy a piece's bytes, without the gaps, into a flat buffer."""
-    pattern = _pattern(memory, piece)
+    pattern = _pattern(memory, piece, buffer)
     _flat(buffer, pattern).copy_(pattern)
 
 
 def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
     """Copy a flat buffer into a piece's bytes; what lies in the gaps is left alone."""
-    pattern = _pattern(memory, piece)
+    pattern = _pattern(memory, piece, buffer)
     pattern.copy_(_flat(buffer, pattern))
 
 
-def _pattern(memory: Memory, piece: Extent) -> torch.Tensor:
-    """View a piece as a tensor of the widest words that fit all its numbers."""
+def _pattern(memory: Memory, piece: Extent, buffer: torch.Tensor) -> torch.Tensor:
+    """View a piece as a tensor of the widest words that fit all its numbers.
+
+    The buffer's start is one of them: it may be some local tensor's memory, and lie anywhere.
+    """
     steps = [step for _, step in piece.repeats]
-    word = gcd(8, memory.base + piece.offset, piece.run_bytes, *steps)
+    word = gcd(8, memory.base + piece.offset, int(buffer.storage_offset()), piece.run_bytes, *steps)
     shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
     stride = (*(step // word for step in steps), 1)
     return strided(memory, _WORDS[word], piece.offset, shape, stride)

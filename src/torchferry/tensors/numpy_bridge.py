@@ -23,7 +23,12 @@ class Scalar:
 def is_scalar(value: object) -> bool:
     """Say whether it is a numpy scalar that is nothing but bytes."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic) and is_bytes(value.dtype)
+    return (
+        numpy is not None
+        and isinstance(value, numpy.generic)
+        and is_bytes(value.dtype)
+        and is_describable(value.dtype)
+    )
 
 
 def is_array(value: object) -> bool:
@@ -35,6 +40,19 @@ def is_array(value: object) -> bool:
 def is_bytes(dtype: Any) -> bool:
     """Say whether items of a dtype are their bytes: no Python objects, no pointers to strings."""
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
+
+
+def is_describable(dtype: Any) -> bool:
+    """Say whether the dtype's description makes the very same dtype again.
+
+    It does not for fields that overlap, for records, and for dtypes of other libraries, which are shown as
+    plain bytes.
+    """
+    try:
+        again = dtype_from_wire(dtype_to_wire(dtype))
+    except ValueError:
+        return False
+    return bool(again == dtype) and again.type is dtype.type
 
 
 def dtype_to_wire(dtype: Any) -> Value:
@@ -84,8 +102,14 @@ def scalar_from_wire(wire: Value) -> object:
     """Make a numpy scalar out of its dtype and bytes."""
     text, data = wire
     dtype = dtype_from_wire(text)
+    data = data[: dtype.itemsize]  # numpy shows an empty string as one zero
+    # As an item of an array, a string would lose the zeros at its end.
+    if dtype.kind == "S":
+        return dtype.type(data)
+    if dtype.kind == "U":
+        return dtype.type(data.decode("utf-32-le", "surrogatepass"))
     if dtype.itemsize == 0:
-        return dtype.type()
+        return _numpy().zeros((), dtype)[()]
     return _numpy().frombuffer(data, dtype=dtype)[0]
 
 

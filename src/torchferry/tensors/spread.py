@@ -11,9 +11,7 @@ import torch
 from torchferry.core.boxes import boxes, items_below
 from torchferry.core.extents import Extent, nested_dims
 from torchferry.core.manifest import TensorSpec
-from torchferry.tensors.memory import DTYPES, Memory, strided, with_bits
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+from torchferry.tensors.memory import DTYPES, RAW, Memory, strided, with_bits
 
 
 def spread(
@@ -41,8 +39,9 @@ def spread(
         levels = [(incoming.shape[d], incoming.stride[d] * size) for d in dims]
         first = items_below(piece.offset - incoming.offset, levels)
         end = items_below(piece.end - incoming.offset, levels)
-    source = _Source(buffer, incoming, local_spec)
-    target = source.as_comparable(local).permute(*dims, *_others(incoming, dims))
+    # A chunk found by address may begin with other tensors' bytes, somewhere between two items.
+    source = _Source(buffer, 0 if covers else piece.offset % size, incoming, local_spec)
+    target = once(source.as_comparable(local)).permute(*dims, *_others(incoming, dims))
     expand = (..., *[None] * (len(incoming.shape) - len(dims)))
     for start, lengths in boxes(shape, first, end):
         into = target
@@ -62,10 +61,11 @@ def spread(
 class _Source:
     """A chunk's bytes as items: as integers if both sides read them alike, as numbers if not."""
 
-    def __init__(self, buffer: torch.Tensor, incoming: TensorSpec, local: TensorSpec) -> None:
+    def __init__(self, buffer: torch.Tensor, start: int, incoming: TensorSpec, local: TensorSpec) -> None:
         self._raw = incoming.conj == local.conj and incoming.neg == local.neg
         self._spec = incoming
-        self._dtype = _SAME_SIZE[incoming.itemsize] if self._raw else DTYPES[incoming.dtype]
+        self._dtype = RAW[incoming.itemsize] if self._raw else DTYPES[incoming.dtype]
+        buffer = _aligned(buffer, start, incoming.itemsize)
         self._memory = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
 
     def as_comparable(self, local: torch.Tensor) -> torch.Tensor:
@@ -90,6 +90,26 @@ class _Source:
         """Give items that lie in the chunk as they lay at the sender."""
         items = strided(self._memory, self._dtype, offset, lengths, strides)
         return items if self._raw else with_bits(items, self._spec)
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """See each item of an expanded tensor once, since torch will not write one that it sees twice."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _aligned(buffer: torch.Tensor, start: int, itemsize: int) -> torch.Tensor:
+    """Give the buffer itself if items can be seen in it, and a copy in which they can if not.
+
+    Items can only be seen at multiples of their size. `start` says how far past one the buffer should
+    begin; but it may be the memory of some local tensor of smaller items, and begin anywhere.
+    """
+    if int(buffer.storage_offset()) % itemsize == start:
+        return buffer
+    room = torch.empty(start + buffer.numel(), dtype=torch.uint8, device=buffer.device)
+    return room[start:].copy_(buffer)
 
 
 def _others(spec: TensorSpec, dims: list[int]) -> list[int]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import TensorSpec
 from torchferry.tensors.memory import Memory, dtype_name, memory_at
 
@@ -33,6 +32,7 @@ class StorageTable:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._blocks: list[_Block] = []
+        self._widest: list[int] = []
         self._block_of: list[int] = []
         self._known: dict[int, int] = {}
 
@@ -43,14 +43,16 @@ class StorageTable:
         if block is None:
             block = len(self._blocks)
             self._blocks.append(_Block(storage.data_ptr(), storage.nbytes(), tensor.device, storage))
+            self._widest.append(1)
             self._known[storage._cdata] = block
+        self._widest[block] = max(self._widest[block], tensor.itemsize)
         self._block_of.append(block)
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def finish(self) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
         """Give a spec for each tensor, and the memory and size of each storage."""
-        homes = _homes(self._blocks)
+        homes = _homes(self._blocks, self._widest)
         places: dict[int, int] = {}
         rough: list[TensorSpec] = []
         memories: list[Memory] = []
@@ -77,8 +79,11 @@ def _spec(tensor: torch.Tensor, storage: int, shift: int) -> TensorSpec:
     )
 
 
-def _homes(blocks: list[_Block]) -> list[tuple[Memory, int]]:
-    """For each block, give the memory that it lies in and how far from its start."""
+def _homes(blocks: list[_Block], widest: list[int]) -> list[tuple[Memory, int]]:
+    """For each block, give the memory that it lies in and how far from its start.
+
+    `widest` has the size of the largest item that is seen in each block.
+    """
     homes: list[tuple[Memory, int]] = [(Memory(block.storage, 0, block.device), 0) for block in blocks]
     order = sorted(
         (n for n, block in enumerate(blocks) if block.nbytes and block.device.type == "cpu"),
@@ -88,7 +93,7 @@ def _homes(blocks: list[_Block]) -> list[tuple[Memory, int]]:
     end = 0
     for number in order:
         block = blocks[number]
-        if group and not _joins(blocks[group[0]], end, block):
+        if group and not _joins(blocks[group[0]], end, block, widest[number]):
             _share(blocks, group, end, homes)
             group, end = [], 0
         group.append(number)
@@ -97,9 +102,9 @@ def _homes(blocks: list[_Block]) -> list[tuple[Memory, int]]:
     return homes
 
 
-def _joins(first: _Block, end: int, block: _Block) -> bool:
+def _joins(first: _Block, end: int, block: _Block, itemsize: int) -> bool:
     # Items must lie at multiples of their size from the storage's start, or no tensor could see them.
-    return block.address < end and (block.address - first.address) % ITEM_BYTES == 0
+    return block.address < end and (block.address - first.address) % itemsize == 0
 
 
 def _share(blocks: list[_Block], group: list[int], end: int, homes: list[tuple[Memory, int]]) -> None:

@@ -62,7 +62,7 @@ def receive_by_tag(link: Link, peer: int, timeout_s: float) -> None:
     """A message goes to the receive with its tag, whichever was posted first."""
     buffers = [torch.zeros(100, dtype=torch.uint8, device=link.device) for _ in (0, 1)]
     pending = {tag: link.recv(buffers[tag], peer, _TAG + 100 + tag) for tag in (1, 0)}
-    for tag in (0, 1):
+    for tag in (1, 0):
         pending[tag].wait(timeout_s)
         assert torch.equal(buffers[tag], _bytes(link, tag, 100)), f"tag {tag} got another's message"
 

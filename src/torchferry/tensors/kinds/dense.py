@@ -29,7 +29,8 @@ def check_dense(tensor: torch.Tensor) -> None:
     """Check that a strided tensor is its bytes and nothing more.
 
     Raises:
-        Unsendable: it has a quantizer, no data, or a layout that is not strides.
+        Unsendable: it has a quantizer, no data, less data than its shape says, or a layout that is not
+            strides.
     """
     if tensor.is_quantized:
         raise Unsendable(
@@ -43,6 +44,21 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
     if tensor.device.type == "meta":
         raise Unsendable("a tensor on the meta device has no data: materialise it first")
+    if tensor._is_zerotensor():
+        raise Unsendable("a tensor of zeros that autograd made without data: clone() it first")
+    # Sharded training frees the storage of a parameter and leaves its shape; seeing such a tensor as bytes
+    # would quietly give it new memory, with nothing in it.
+    held = tensor.untyped_storage().nbytes()
+    if tensor.numel() and _end_bytes(tensor) > held:
+        raise Unsendable(
+            f"a tensor of shape {list(tensor.shape)} whose storage holds {held} bytes of the "
+            f"{_end_bytes(tensor)} that it needs: its memory was freed. Gather it first, or leave it out"
+        )
+
+
+def _end_bytes(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
 
 
 def _describe(tensor: torch.Tensor, part: Part) -> Leaf:

@@ -23,6 +23,11 @@ def _describe(array: Any, part: Part) -> Leaf:
             f"an ndarray of dtype {array.dtype} can't travel: its items are references, not bytes. "
             "Convert it to a list"
         )
+    if not numpy_bridge.is_describable(array.dtype):
+        raise Unsendable(
+            f"an ndarray of dtype {array.dtype} can't travel: numpy can't write that dtype down. Send "
+            ".view() of a plain dtype, such as uint8, and view it back on the other side"
+        )
     backwards = [axis for axis, step in enumerate(array.strides) if step < 0]
     forwards = array[_turn(array.ndim, backwards)]
     low, high = numpy_bridge.owner_bounds(array)

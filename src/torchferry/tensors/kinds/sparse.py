@@ -34,7 +34,9 @@ def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
 
 
 def _adopt_coo(leaf: Leaf, local: Any) -> Any:
-    local.detach()._coalesced_(leaf.traits["coalesced"])
+    # Not on a detached copy: whether it is coalesced is kept beside the data, once for each tensor.
+    with torch.no_grad():
+        local._coalesced_(leaf.traits["coalesced"])
     return local
 
 

@@ -1,0 +1,120 @@
+"""The wire format: what goes in comes out, and what is wrong is called wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from torchferry.core.codec import MAGIC, VERSION, Envelope, decode, encode, is_frame, pack, unpack
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.core.tree import MAX_DEPTH
+from torchferry.errors import BadManifest
+
+TENSOR = TensorSpec("float32", 4, (3, 4), (4, 1), 0, 8)
+STATE = Manifest(
+    -1,
+    (Branch("dict", (0, -2), ("a", Special(16, pack([1, 2])))), Branch("list", (1, 0))),
+    (Leaf("tensor", (0,)), Leaf("value", traits=Special(2, b"\x01"))),
+    (TENSOR,),
+    (56,),
+)
+
+
+def frame_of(manifest: Manifest) -> bytes:
+    return encode(Envelope(manifest, 1 << 20))
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    envelope = Envelope(STATE, 1 << 20, 7)
+    assert decode(encode(envelope)) == envelope
+
+
+def test_a_special_is_an_extension_and_stays_packed() -> None:
+    value = [Special(40, pack(["x", Special(2, b"\x05")])), {"k": Special(3, b"")}]
+    assert unpack(pack(value)) == value
+
+
+def test_a_frame_is_known_by_its_first_bytes() -> None:
+    assert is_frame(frame_of(STATE))
+    assert not is_frame(b"\x80\x04")
+    assert not is_frame(b"")
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, 255])
+def test_another_version_is_refused_with_both_numbers(version: int) -> None:
+    frame = frame_of(STATE)
+    with pytest.raises(BadManifest, match=f"format {version}.*speaks {VERSION}"):
+        decode(MAGIC + bytes([version]) + frame[5:])
+
+
+def test_every_truncation_is_refused() -> None:
+    frame = frame_of(STATE)
+    for length in range(len(MAGIC), len(frame)):
+        with pytest.raises(BadManifest):
+            decode(frame[:length])
+
+
+def test_bytes_after_the_end_are_refused() -> None:
+    with pytest.raises(BadManifest):
+        decode(frame_of(STATE) + b"\x00")
+
+
+def change(manifest: Manifest, **fields: object) -> Manifest:
+    return msgspec.structs.replace(manifest, **fields)
+
+
+def tensor(**fields: object) -> Manifest:
+    return change(STATE, tensors=(msgspec.structs.replace(TENSOR, **fields),))
+
+
+@pytest.mark.parametrize(
+    ("manifest", "complaint"),
+    [
+        (tensor(shape=(3, 5)), "beyond its storage"),
+        (tensor(stride=(2**40, 1)), "beyond its storage"),
+        (tensor(shape=(2**62, 2**62)), "beyond its storage"),
+        (tensor(offset=12), "beyond its storage"),
+        (tensor(offset=6), "offset"),
+        (tensor(storage=1), "storage"),
+        (tensor(itemsize=3), "item size"),
+        (tensor(itemsize=0), "item size"),
+        (tensor(stride=(1,)), "stride"),
+        (tensor(shape=(-3, 4)), "decoded"),
+        (tensor(stride=(-4, 1)), "decoded"),
+        (tensor(offset=-4), "decoded"),
+        (change(STATE, storages=(-1,)), "decoded"),
+        (change(STATE, leaves=(Leaf("tensor", (1,)), Leaf("value"))), "not there"),
+        (change(STATE, leaves=(*STATE.leaves, Leaf("value"))), "nowhere"),
+        (change(STATE, root=0), "nowhere"),
+        (change(STATE, root=-2), "can't be its child|nowhere"),
+        (change(STATE, root=5), "not there"),
+        (change(STATE, branches=(Branch("list", (0, 1, -1)),)), "can't be its child"),
+        (change(STATE, branches=(Branch("list", (0, 1, -9)),)), "can't be its child"),
+        (change(STATE, branches=(Branch("list", (-2, -2)), Branch("list", (0, 1)))), "can't be its child"),
+        (change(STATE, branches=(Branch("dict", (0, 1), ("a", "a")),)), "same key twice"),
+        (change(STATE, branches=(Branch("dict", (0, 1), ("a",)),)), "1 keys for 2"),
+        (change(STATE, branches=(Branch("dict", (0, 1), ("a", ["b"])),)), "can't be one"),
+    ],
+)
+def test_a_number_that_points_nowhere_is_refused(manifest: Manifest, complaint: str) -> None:
+    with pytest.raises(BadManifest, match=complaint):
+        decode(frame_of(manifest))
+
+
+def test_a_tree_that_is_too_deep_is_refused() -> None:
+    depth = MAX_DEPTH + 1
+    chain = tuple(Branch("list", (~(n + 1) if n + 1 < depth else 0,)) for n in range(depth))
+    with pytest.raises(BadManifest, match="deeper"):
+        decode(frame_of(Manifest(-1, chain, (Leaf("value"),), (), ())))
+
+
+def test_msgpack_that_nests_without_end_is_refused() -> None:
+    with pytest.raises(BadManifest):
+        decode(MAGIC + bytes([VERSION]) + b"\x91" * 1_000_000)
+    with pytest.raises(BadManifest):
+        unpack(b"\x91" * 1_000_000)
+
+
+def test_a_chunk_of_no_size_is_refused() -> None:
+    with pytest.raises(BadManifest, match="chunk"):
+        decode(encode(Envelope(STATE, 0)))

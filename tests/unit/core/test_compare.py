@@ -1,0 +1,116 @@
+"""Comparing: every difference is found before anything is written, and named by its path."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchferry.core.compare import compare, same_layout
+from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest, TensorSpec
+
+
+def tensor(
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    *,
+    storage: int = 0,
+    offset: int = 0,
+    dtype: str = "float32",
+) -> TensorSpec:
+    return TensorSpec(dtype, 4, shape, stride, storage, offset)
+
+
+def state(**tensors: TensorSpec) -> Manifest:
+    names = tuple(tensors)
+    return Manifest(
+        -1,
+        (Branch("dict", tuple(range(len(names))), names),),
+        tuple(Leaf("tensor", (n,)) for n in range(len(names))),
+        tuple(tensors.values()),
+        (1 << 20,) * 4,
+    )
+
+
+def leaves(**kinds: Leaf) -> Manifest:
+    return Manifest(
+        -1, (Branch("dict", tuple(range(len(kinds))), tuple(kinds)),), tuple(kinds.values()), (), ()
+    )
+
+
+def complaints(incoming: Manifest, local: Manifest, *, strict: bool = True) -> dict[str, str]:
+    return {m.path: m.what for m in compare(incoming, local, strict=strict).mismatches}
+
+
+def test_states_that_fit_have_no_mismatch() -> None:
+    comparison = compare(state(a=tensor()), state(a=tensor((4,), (3,), offset=8)), strict=True)
+    assert comparison.mismatches == ()
+    assert [(pair.path, pair.incoming, pair.local) for pair in comparison.pairs] == [(("a",), 0, 0)]
+
+
+def test_every_path_at_fault_is_listed_with_both_values() -> None:
+    incoming = state(a=tensor((4,)), b=tensor(dtype="int32", storage=1), c=tensor(storage=2))
+    local = state(a=tensor((2, 2), (2, 1)), b=tensor(storage=1), d=tensor(storage=2))
+    found = {m.path: m for m in compare(incoming, local, strict=True).mismatches}
+    assert set(found) == {"a", "b", "c", "d"}
+    assert (found["a"].incoming, found["a"].local) == ("[4]", "[2, 2]")
+    assert (found["b"].incoming, found["b"].local) == ("int32", "float32")
+    assert found["c"].local == found["d"].incoming == "nothing"
+
+
+def test_without_strict_only_what_both_have_is_compared() -> None:
+    assert complaints(state(a=tensor(), b=tensor()), state(a=tensor(), c=tensor()), strict=False) == {}
+    assert complaints(state(a=tensor()), state(a=tensor((5,))), strict=False) == {"a": "shape"}
+
+
+def test_a_key_that_looks_alike_is_another_path() -> None:
+    nested = Manifest(
+        -1, (Branch("dict", (-2,), ("a",)), Branch("dict", (0,), ("b",))), (Leaf(VALUE),), (), ()
+    )
+    flat = Manifest(-1, (Branch("dict", (0,), ("a.b",)),), (Leaf(VALUE),), (), ())
+    assert len(compare(nested, flat, strict=True).mismatches) == 2
+
+
+def test_a_value_is_not_a_tensor() -> None:
+    assert complaints(state(a=tensor()), leaves(a=Leaf(VALUE, traits=1))) == {"a": "kind"}
+    assert complaints(leaves(a=Leaf(VALUE)), state(a=tensor())) == {"a": "kind"}
+    assert complaints(leaves(a=Leaf(VALUE)), leaves(a=Leaf(OPAQUE))) == {}
+
+
+def test_two_values_cannot_share_one_local_storage() -> None:
+    incoming = state(a=tensor(storage=0), b=tensor(storage=1))
+    assert complaints(incoming, state(a=tensor(), b=tensor())).keys() == {"b"}
+    assert complaints(incoming, state(a=tensor(), b=tensor(offset=12))).keys() == {"b"}
+    assert complaints(incoming, state(a=tensor(), b=tensor(offset=16))) == {}
+
+
+def test_neighbouring_columns_do_not_share_memory() -> None:
+    incoming = state(a=tensor(storage=0), b=tensor(storage=1))
+    assert complaints(incoming, state(a=tensor((4,), (2,)), b=tensor((4,), (2,), offset=4))) == {}
+
+
+@pytest.mark.parametrize("local_stride", [(2, 1), (1, 4)])
+def test_what_is_tied_on_both_sides_fits(local_stride: tuple[int, int]) -> None:
+    turned = (local_stride[1], local_stride[0])
+    incoming = state(a=tensor((4, 2), (2, 1)), b=tensor((2, 4), (1, 2)))
+    local = state(a=tensor((4, 2), local_stride), b=tensor((2, 4), turned))
+    assert complaints(incoming, local) == {}
+
+
+def test_what_is_tied_at_the_sender_may_be_apart_here() -> None:
+    assert complaints(state(a=tensor(), b=tensor()), state(a=tensor(), b=tensor(storage=1))) == {}
+
+
+def test_views_that_overlap_alike_fit_and_others_do_not() -> None:
+    incoming = state(a=tensor(), b=tensor(offset=8))
+    assert complaints(incoming, state(a=tensor(offset=40), b=tensor(offset=48))) == {}
+    assert complaints(incoming, state(a=tensor(), b=tensor(offset=4))).keys() == {"b"}
+
+
+def test_a_local_tensor_that_overlaps_itself_takes_only_its_like() -> None:
+    expanded = tensor((4,), (0,))
+    assert complaints(state(a=expanded), state(a=expanded)) == {}
+    assert complaints(state(a=tensor()), state(a=expanded)).keys() == {"a"}
+
+
+def test_strides_of_dimensions_of_one_do_not_matter() -> None:
+    assert same_layout(tensor((1, 4), (99, 1)), tensor((1, 4), (4, 1)))
+    assert not same_layout(tensor((2, 4), (99, 1)), tensor((2, 4), (4, 1)))

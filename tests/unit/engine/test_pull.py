@@ -1,0 +1,144 @@
+"""Receiving: everything that can be checked is checked before the payload, and a refusal drains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchferry.core.codec import Envelope, encode
+from torchferry.core.manifest import Leaf, Manifest, TensorSpec
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
+from torchferry.engine import Pull, Push, pull, push
+from torchferry.errors import (
+    BadManifest,
+    FerryError,
+    LinkTimeout,
+    StateError,
+    StateMismatch,
+    StepMismatch,
+    UnknownType,
+)
+from torchferry.testing import MemoryNetwork
+
+
+def sent(state: object, **terms: Any) -> MemoryNetwork:
+    network = MemoryNetwork()
+    push(network.link(0), [1], state, Push(5, MAX_METADATA_BYTES, **terms))
+    return network
+
+
+def sent_frame(frame: bytes, length: int | None = None) -> MemoryNetwork:
+    network = MemoryNetwork()
+    link = network.link(0)
+    link.send(torch.tensor([len(frame) if length is None else length]), 1, LENGTH_TAG)
+    link.send(torch.frombuffer(bytearray(frame or b"\0"), dtype=torch.uint8), 1, FRAME_TAG)
+    return network
+
+
+def receive(network: MemoryNetwork, **terms: Any) -> Any:
+    state, _ = pull(network.link(1), 0, Pull(terms.pop("timeout_s", 5), MAX_METADATA_BYTES, **terms))
+    return state
+
+
+def waiting_messages(network: MemoryNetwork) -> int:
+    return sum(len(box) for box in network._boxes.values())
+
+
+STATE = {"a": torch.arange(10.0), "b": torch.arange(3)}
+
+
+def raising() -> object:
+    raise KeyError("the callback's own")
+
+
+@pytest.mark.parametrize(
+    ("terms", "error"),
+    [
+        ({"target": lambda: {"a": torch.zeros(9), "b": torch.zeros(3, dtype=torch.int64)}}, StateMismatch),
+        ({"step": 4}, StepMismatch),
+        ({"target": raising}, KeyError),
+    ],
+)
+def test_a_refusal_takes_every_message_so_that_the_sender_finishes(
+    terms: dict[str, Any], error: type[Exception]
+) -> None:
+    network = sent(STATE, step=3)
+    with pytest.raises(error):
+        receive(network, **terms)
+    assert waiting_messages(network) == 0
+
+
+def test_a_refusal_says_with_whom_and_in_which_phase() -> None:
+    with pytest.raises(StateMismatch) as raised:
+        receive(sent(STATE), target=lambda: {"a": torch.zeros(10)})
+    assert (raised.value.peer, raised.value.phase) == (0, "compare")
+
+
+def test_a_step_that_was_not_asked_for_is_no_matter() -> None:
+    assert list(receive(sent(STATE, step=3))) == ["a", "b"]
+    assert list(receive(sent(STATE, step=3), step=3)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("length", [0, -5, MAX_METADATA_BYTES + 1, 2**62])
+def test_a_length_is_checked_before_it_is_believed(length: int) -> None:
+    with pytest.raises(BadManifest, match=str(length)):
+        receive(sent_frame(b"", length))
+
+
+def one_tensor(**changes: Any) -> bytes:
+    fields = {"dtype": "float32", "itemsize": 4, "shape": (4,), "stride": (1,), "storage": 0, "offset": 0}
+    spec = TensorSpec(**{**fields, **changes})
+    return encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (16,)), 1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("frame", "complaint"),
+    [
+        (one_tensor(dtype="float31"), "float31"),
+        (one_tensor(dtype="int64"), "int64 has 8 bytes"),
+        (one_tensor(dtype="quint8", itemsize=1), "quint8"),
+        (one_tensor(conj=True), "conj"),
+        (encode(Envelope(Manifest(0, (), (Leaf("hologram"),), (), ()), 1 << 20)), "hologram"),
+    ],
+)
+def test_what_cannot_be_built_here_is_refused_by_path_before_the_payload(
+    frame: bytes, complaint: str
+) -> None:
+    # The refusal drains, and no payload comes, so the deadline ends it; what is raised is the refusal.
+    with pytest.raises(BadManifest, match=complaint):
+        receive(sent_frame(frame), timeout_s=0.1)
+
+
+def test_a_state_too_large_for_memory_is_said_so_and_drained() -> None:
+    spec = TensorSpec("uint8", 1, (2,), (2**60,), 0, 0)
+    frame = encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (2**60 + 1,)), 1 << 20))
+    with pytest.raises(StateError, match="no memory"):
+        receive(sent_frame(frame), timeout_s=0.1)
+
+
+def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
+    with pytest.raises(LinkTimeout) as raised:
+        receive(MemoryNetwork(), timeout_s=0.05)
+    assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
+
+
+def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    import collections
+
+    from torchferry.tensors import registry
+
+    point = collections.namedtuple("point", "x y")
+    monkeypatch.setattr(registry, "_types", {})
+    registry.register(point)
+    network = sent({"at": point(1, torch.ones(2))})
+    registry._types.clear()
+    with pytest.raises(UnknownType, match="point"):
+        receive(network)
+    assert waiting_messages(network) == 0
+
+
+def test_every_error_of_a_transfer_is_a_ferry_error() -> None:
+    with pytest.raises(FerryError):
+        receive(sent_frame(b"not metadata at all"), timeout_s=0.1)

@@ -1,0 +1,118 @@
+"""Sending: nothing before all is known to be sendable, then as much at once as the window allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchferry.core.plan import WINDOW_BYTES
+from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.engine import Push, push
+from torchferry.errors import LinkTimeout, Unsendable
+from torchferry.links.base import Pending
+from torchferry.testing import MemoryNetwork
+
+TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
+
+
+def test_a_leaf_that_cannot_travel_is_found_before_anything_is_sent() -> None:
+    network = MemoryNetwork()
+    with pytest.raises(Unsendable, match=r"model\.act") as raised:
+        push(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, TERMS)
+    assert (raised.value.path, raised.value.phase) == ("model.act", "describe")
+    assert network.messages == 0
+
+
+def test_metadata_above_the_cap_is_found_before_anything_is_sent() -> None:
+    network = MemoryNetwork()
+    with pytest.raises(Unsendable, match="max_metadata_bytes"):
+        push(network.link(0), [1], {"k": "x" * 1000}, Push(10, max_metadata_bytes=500))
+    assert network.messages == 0
+
+
+def test_views_too_tangled_to_list_are_found_before_anything_is_sent() -> None:
+    network = MemoryNetwork()
+    base = torch.zeros(8_000_000)
+    with pytest.raises(Unsendable, match="clone"):
+        push(network.link(0), [1], {"a": base[::2], "b": base[::3]}, TERMS)
+    assert network.messages == 0
+
+
+def test_every_peer_gets_every_message() -> None:
+    network = MemoryNetwork()
+    report = push(network.link(0), [1, 2, 3], {"a": torch.ones(10), "b": torch.ones(5)}, TERMS)
+    assert network.messages == 3 * (2 + 2)
+    assert report.peers == (1, 2, 3)
+    assert report.payload_bytes == 60
+
+
+def test_bytes_are_sent_from_where_they_lie() -> None:
+    handed_over: list[int] = []
+
+    class Watching:
+        """Notes which memory is handed to the link."""
+
+        def __init__(self) -> None:
+            self._link = MemoryNetwork().link(0)
+            self.device = self._link.device
+            self.takes = self._link.takes
+
+        def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+            handed_over.append(buffer.data_ptr())
+            return self._link.send(buffer, peer, tag)
+
+        def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+            return self._link.recv(buffer, peer, tag)
+
+    weight = torch.randn(100, 100)
+    push(Watching(), [1], {"w": weight, "part": weight[3]}, TERMS)
+    assert handed_over[2:] == [weight.data_ptr()]
+
+
+class Slow:
+    """A link that completes nothing by itself, and counts what is under way."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.under_way = 0
+        self.most_under_way = 0
+        self.waits: list[float] = []
+
+    def takes(self, device: torch.device) -> bool:
+        return True
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        slow, nbytes = self, buffer.nbytes
+        slow.under_way += nbytes
+        slow.most_under_way = max(slow.most_under_way, slow.under_way)
+
+        class Work:
+            def wait(self, timeout_s: float) -> None:
+                slow.under_way -= nbytes
+                slow.waits.append(timeout_s)
+
+        return Work()
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        raise NotImplementedError
+
+
+def test_only_so_many_bytes_are_under_way_at_once() -> None:
+    link = Slow()
+    push(link, [1], {"big": torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8)}, TERMS)
+    assert WINDOW_BYTES / 2 < link.most_under_way <= WINDOW_BYTES
+    assert link.under_way == 0
+
+
+def test_every_wait_gets_what_is_left_of_one_deadline() -> None:
+    link = Slow()
+    push(link, [1], [torch.ones(4) for _ in range(50)], TERMS)
+    assert len(link.waits) == 52
+    assert link.waits == sorted(link.waits, reverse=True)
+    assert link.waits[0] <= 10
+
+
+def test_a_deadline_that_has_passed_ends_the_transfer() -> None:
+    with pytest.raises(LinkTimeout) as raised:
+        push(Slow(), [1], torch.ones(4), Push(timeout_s=1e-9, max_metadata_bytes=1000))
+    assert raised.value.phase == "send tensors"

@@ -1,0 +1,98 @@
+"""The process group link: a backend's exceptions become ours, once, at the edge."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cluster import Cluster, WorkerDied
+from torchferry.errors import LinkBroken, LinkError, LinkTimeout
+from torchferry.links.process_group import ProcessGroupLink
+
+BUFFER = torch.zeros(4, dtype=torch.uint8)
+
+
+class Group:
+    """Quacks like a process group whose every call fails in a given way."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        raise self._error
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        error = self._error
+
+        class Work:
+            def wait(self, timeout: object) -> None:
+                raise error
+
+        return Work()
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (RuntimeError("Timed out waiting 99ms for recv operation"), LinkTimeout),
+        (RuntimeError("Application timeout caused pair closure"), LinkTimeout),
+        (RuntimeError("Connection closed by peer"), LinkBroken),
+        (ConnectionResetError("reset"), LinkBroken),
+        (RuntimeError(""), LinkBroken),
+    ],
+)
+def test_a_backend_s_exception_becomes_ours_and_names_the_peer(
+    raised: Exception, expected: type[LinkError]
+) -> None:
+    link = ProcessGroupLink(Group(raised), torch.device("cpu"))
+    with pytest.raises(expected) as sent:
+        link.send(BUFFER, 3, 1)
+    with pytest.raises(expected) as received:
+        link.recv(BUFFER, 3, 1).wait(1.0)
+    assert sent.value.peer == received.value.peer == 3
+    assert sent.value.__cause__ is raised
+
+
+def wait_in_vain(rank: int) -> tuple[str, float]:
+    link = ProcessGroupLink(dist.new_group([0, 1]), torch.device("cpu"))
+    start = time.monotonic()
+    if rank == 1:
+        return "", 0.0
+    try:
+        link.recv(BUFFER.clone(), 1, 1).wait(0.3)
+    except LinkTimeout as error:
+        return type(error).__name__, time.monotonic() - start
+    return "nothing raised", time.monotonic() - start
+
+
+def test_a_wait_ends_at_its_own_timeout_and_not_at_the_group_s(pair: Cluster) -> None:
+    (name, seconds), _ = pair.run(wait_in_vain)
+    assert name == "LinkTimeout"
+    assert 0.25 < seconds < 5
+
+
+def die_or_wait(rank: int) -> str:
+    link = ProcessGroupLink(dist.group.WORLD, torch.device("cpu"))
+    if rank == 1:
+        link.send(torch.ones(4, dtype=torch.uint8), 0, 1).wait(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The first message shows that the connection stood before the peer died.
+    link.recv(BUFFER.clone(), 1, 1).wait(10)
+    with pytest.raises(LinkBroken) as raised:
+        link.recv(BUFFER.clone(), 1, 2).wait(10)
+    return str(raised.value)
+
+
+def test_a_peer_that_died_is_reported_as_a_broken_link() -> None:
+    with Cluster(2) as cluster:
+        survivor, dead = cluster.start([(die_or_wait, ()), (die_or_wait, ())]).outcomes()
+    assert isinstance(dead.error, WorkerDied)
+    assert survivor.error is None
+    assert "rank 1" in survivor.value
+    assert "make a new one" in survivor.value

@@ -1,0 +1,74 @@
+"""The tree of errors: one root, whose fault it is, and all that is known in the message."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import torchferry
+from torchferry import errors
+from torchferry.errors import (
+    BadArgument,
+    FerryError,
+    LinkBroken,
+    LinkTimeout,
+    Mismatch,
+    StateMismatch,
+    StepMismatch,
+    Unsendable,
+)
+
+EVERY = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, FerryError)
+]
+
+
+def test_every_error_is_public_and_drawn_in_the_docstring() -> None:
+    assert errors.__doc__ is not None
+    for cls in EVERY:
+        assert cls.__name__ in errors.__doc__
+        assert getattr(torchferry, cls.__name__) is cls
+
+
+def test_the_builtin_names_still_catch_them() -> None:
+    assert issubclass(BadArgument, ValueError)
+    assert issubclass(LinkTimeout, TimeoutError)
+    assert issubclass(LinkBroken, ConnectionError)
+
+
+def test_an_error_says_where_and_with_whom() -> None:
+    error = LinkTimeout("nothing came", peer=3, phase="receive tensors")
+    assert str(error) == "nothing came [peer: rank 3, phase: receive tensors]"
+
+
+def test_a_mismatch_lists_every_path_up_to_a_screenful() -> None:
+    many = [Mismatch(f"layer.{n}.weight", "dtype", "float32", "int32") for n in range(200)]
+    error = StateMismatch(many)
+    assert len(error.mismatches) == 200
+    assert "200 places" in str(error)
+    assert "layer.0.weight: dtype: incoming float32, local int32" in str(error)
+    assert "and 150 more" in str(error)
+    assert "nothing was overwritten" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unsendable("no", path="a.b", phase="describe"),
+        StateMismatch([Mismatch("a", "dtype", "x", "y")], peer=2),
+        StepMismatch(wanted=3, got=None, peer=1),
+        LinkTimeout("late", peer=0),
+    ],
+)
+def test_an_error_crosses_process_boundaries_whole(error: FerryError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_a_step_mismatch_names_both_steps() -> None:
+    assert "step 3" in str(StepMismatch(wanted=3, got=5))
+    assert "step 5" in str(StepMismatch(wanted=3, got=5))
+    assert "without a step" in str(StepMismatch(wanted=3, got=None))
