@@ -3,16 +3,25 @@
     FerryError                      the root: catch this to catch them all
     ├── StateError                  the state on *this* side is the problem
     │   ├── Unsendable              a leaf that can't travel exactly (sender, before anything is sent)
+    │   ├── StateChanged            the state was changed while it was being sent
     │   ├── StateMismatch           what arrives does not fit what would be overwritten (nothing was)
+    │   ├── TargetTorn              a failure left the local state partly overwritten
+    │   │   ├── TornAndLate         … because the deadline passed         (also TimeoutError)
+    │   │   └── TornAndBroken       … because the connection was lost     (also ConnectionError)
     │   └── BadArgument             a rank, timeout or device that can't be right  (also ValueError)
     ├── PeerError                   what the other side sent is the problem
     │   ├── BadManifest             metadata that is malformed, or of another version
     │   ├── PickleRefused           metadata or a leaf that could run code
     │   ├── UnknownType             a type that this process has not registered, or can't build
-    │   └── StepMismatch            the peer's state is of another step
+    │   ├── StepMismatch            the peer's state is of another step
+    │   └── PeerGaveUp              the sender ended the transfer, and said why
     └── LinkError                   the way between the two is the problem
-        ├── LinkBroken              the backend says that the connection is gone  (also ConnectionError)
-        └── LinkTimeout             the deadline passed                            (also TimeoutError)
+        ├── LinkBroken              the connection is gone                         (also ConnectionError)
+        ├── LinkTimeout             the deadline passed                            (also TimeoutError)
+        │   └── LinkStalled         no byte moved for stall_timeout
+        ├── Corrupted               bytes arrived that are not those that were sent
+        ├── GroupBroken             an earlier transfer failed on this group: rebuild it
+        └── SendFailed              several receivers, and not all of them got the state
 
 The branches say whose fault it is, because that decides what to do: mend the state, mend the peer, or
 rebuild the group. Each error carries `peer` (a rank in the group), `path` and `phase` where it has them.
@@ -20,7 +29,7 @@ rebuild the group. Each error carries `peer` (a rank in the group), `path` and `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -72,6 +81,58 @@ class StateError(FerryError):
 
 class Unsendable(StateError):
     """A leaf, key or container can't travel exactly. Nothing was sent."""
+
+
+class StateChanged(StateError):
+    """The state was changed while it was being sent, so what arrived is no state that ever was.
+
+    `paths` names the leaves that changed.
+    """
+
+    def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
+        self.paths = tuple(paths)
+        super().__init__(
+            f"the state was changed while it was being sent ({_shown(self.paths)}); receivers are told to "
+            "discard it. Send a copy, or hold the training step back until the send returns",
+            peer=peer,
+            path=self.paths[0] if self.paths else None,
+        )
+
+
+class TargetTorn(StateError):
+    """A failure came after local tensors were written: some hold the new values, some a mixture.
+
+    `whole` names the paths that arrived complete and verified, `torn` those that may hold a mixture of
+    old and new bytes, `untouched` those that still hold the old. The failure itself is `__cause__`.
+    """
+
+    def __init__(
+        self,
+        cause: FerryError,
+        *,
+        whole: Sequence[str],
+        torn: Sequence[str],
+        untouched: Sequence[str],
+    ) -> None:
+        self.whole = tuple(whole)
+        self.torn = tuple(torn)
+        self.untouched = tuple(untouched)
+        super().__init__(
+            f"the local state is torn: {len(self.torn)} paths may hold a mixture of old and new "
+            f"({_shown(self.torn)}), {len(self.whole)} arrived whole, {len(self.untouched)} are untouched. "
+            f"Receive again before using it. What happened: {cause.what}",
+            peer=cause.peer,
+            path=cause.path,
+            phase=cause.phase,
+        )
+
+
+class TornAndLate(TargetTorn, TimeoutError):
+    """The deadline passed after local tensors were written."""
+
+
+class TornAndBroken(TargetTorn, ConnectionError):
+    """The connection was lost after local tensors were written."""
 
 
 class BadArgument(StateError, ValueError):
@@ -144,6 +205,10 @@ class StepMismatch(PeerError):
         )
 
 
+class PeerGaveUp(PeerError):
+    """The sender ended the transfer before it was complete, and said why."""
+
+
 class LinkError(FerryError):
     """Bytes could not be moved."""
 
@@ -154,3 +219,44 @@ class LinkBroken(LinkError, ConnectionError):
 
 class LinkTimeout(LinkError, TimeoutError):
     """The deadline passed before the transfer was complete."""
+
+
+class LinkStalled(LinkTimeout):
+    """No byte moved for as long as `stall_timeout` allows."""
+
+
+class Corrupted(LinkError):
+    """Bytes arrived that are not those that the sender read. `paths` names the leaves they belong to."""
+
+    def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
+        self.paths = tuple(paths)
+        super().__init__(
+            f"what arrived is not what was sent ({_shown(self.paths)}): bytes were changed on the way, or "
+            "the sender's tensors were changed while they were being sent",
+            peer=peer,
+            path=self.paths[0] if self.paths else None,
+        )
+
+
+class GroupBroken(LinkError, ConnectionError):
+    """An earlier transfer failed on this process group, so nothing more can be trusted to match on it."""
+
+
+class SendFailed(LinkError):
+    """Not every receiver got the state. `delivered` lists those that did, `failed` has the others' errors."""
+
+    def __init__(self, delivered: Sequence[int], failed: Mapping[int, FerryError]) -> None:
+        self.delivered = tuple(delivered)
+        self.failed = dict(failed)
+        got = ", ".join(str(rank) for rank in self.delivered) or "none"
+        lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
+        super().__init__(
+            f"the state did not reach ranks {', '.join(str(rank) for rank in self.failed)} "
+            f"(it reached: {got}):\n  " + "\n  ".join(lines),
+            phase="send",
+        )
+
+
+def _shown(paths: Sequence[str], most: int = 10) -> str:
+    shown = ", ".join(paths[:most]) or "none"
+    return f"{shown}, … and {len(paths) - most} more" if len(paths) > most else shown

@@ -4,6 +4,7 @@ A frame is
 
     4 bytes   b"TFRY"
     1 byte    the version of the format
+    8 bytes   XXH3 of the rest, little-endian
     the rest  MessagePack of Envelope
 
 What MessagePack lacks is an extension: a code and a payload, which stays packed until `unpack` is asked.
@@ -12,9 +13,12 @@ Decoding checks types, ranges and references, so whoever holds a Manifest from h
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder, Ext
+from xxhash import xxh3_64_intdigest
 
 from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import Branch, Count, Manifest, Special, TensorSpec, Value
@@ -23,14 +27,23 @@ from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
 VERSION = 1
+_PREAMBLE = struct.Struct("<4sBQ")
 
 
 class Envelope(Struct, frozen=True, array_like=True):
-    """A manifest with what the plan and the receiver need beside it."""
+    """A manifest with what the plan and the receiver need beside it.
+
+    `serial` and `nonce` tell transfers apart; `digests` has one for each message if they were made ahead,
+    `sealed` says that they come in seals instead.
+    """
 
     manifest: Manifest
     chunk_bytes: Count
     step: int | None = None
+    serial: Count = 0
+    nonce: bytes = b""
+    digests: tuple[int, ...] | None = None
+    sealed: bool = False
 
 
 def _to_extension(value: object) -> Ext:
@@ -71,7 +84,8 @@ def unpack(data: bytes) -> Value:
 
 def encode(envelope: Envelope) -> bytes:
     """Encode a manifest and its envelope as one frame."""
-    return MAGIC + bytes([VERSION]) + _encoder.encode(envelope)
+    body = _encoder.encode(envelope)
+    return _PREAMBLE.pack(MAGIC, VERSION, xxh3_64_intdigest(body)) + body
 
 
 def is_frame(data: bytes) -> bool:
@@ -85,14 +99,19 @@ def decode(data: bytes) -> Envelope:
     Raises:
         BadManifest: another version, or something in it is malformed or points nowhere.
     """
-    version = data[len(MAGIC)] if len(data) > len(MAGIC) else None
+    if len(data) < _PREAMBLE.size:
+        raise BadManifest(f"the peer's metadata is only {len(data)} bytes long")
+    _, version, digest = _PREAMBLE.unpack_from(data)
     if version != VERSION:
         raise BadManifest(
             f"the peer's metadata is of format {version}, this torchferry speaks {VERSION}: "
             "install the same version on both sides"
         )
+    body = memoryview(data)[_PREAMBLE.size :]
+    if xxh3_64_intdigest(body) != digest:
+        raise BadManifest("the peer's metadata was damaged on the way: its digest does not fit")
     try:
-        envelope = _envelope_decoder.decode(memoryview(data)[len(MAGIC) + 1 :])
+        envelope = _envelope_decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
     if envelope.chunk_bytes < ITEM_BYTES:

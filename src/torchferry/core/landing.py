@@ -70,7 +70,7 @@ def land_in_place(
     pairs: Sequence[TensorPair],
 ) -> Landings:
     """Land every extent in the local tensors that were paired with the incoming ones."""
-    users = _users(extents, incoming)
+    users = users_of(extents, incoming)
     takers: defaultdict[int, list[TensorPair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         takers[pair.incoming].append(pair)
@@ -123,7 +123,7 @@ def _land(
     return Landing(tuple(direct), tuple(spread)), scratched
 
 
-def _users(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
+def users_of(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
     """For each extent, list the tensors that have bytes in it."""
     users: list[list[int]] = [[] for _ in extents]
     exact = {extent: number for number, extent in enumerate(extents)}

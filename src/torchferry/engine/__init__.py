@@ -4,7 +4,8 @@
 policy (one deadline, a bounded window, what is staged) is here, and in no link.
 """
 
+from torchferry.engine.group import Group, group_of
 from torchferry.engine.pull import Pull, pull
 from torchferry.engine.push import Push, push
 
-__all__ = ["Pull", "Push", "pull", "push"]
+__all__ = ["Group", "Pull", "Push", "group_of", "pull", "push"]

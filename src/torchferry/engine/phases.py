@@ -7,27 +7,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchferry.core.protocol import Deadline
 from torchferry.errors import FerryError
 
 logger = logging.getLogger(__name__)
 
 
 class Phases:
-    """The clock of one transfer: how long each phase took, and how much time is left."""
+    """The clock of one transfer: how long each phase took, and when it must be over."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.seconds: dict[str, float] = {}
+        self.deadline_s = time.monotonic() + timeout_s
         self._what = what
-        self._deadline = Deadline(time.monotonic(), timeout_s)
 
     def left_s(self) -> float:
-        """Say how long the next wait may take.
-
-        Raises:
-            LinkTimeout: the deadline has passed.
-        """
-        return self._deadline.left_s(time.monotonic())
+        """Say how much time is left; 0 if none is."""
+        return max(self.deadline_s - time.monotonic(), 0.0)
 
     @contextmanager
     def phase(self, name: str, peer: int | None = None) -> Iterator[None]:

@@ -1,11 +1,13 @@
 """Receiving: the frame, everything that can be checked, and only then the payload.
 
 Once the frame is understood, a receiver that refuses still takes all messages and drops them, so that the
-sender is not left waiting for a peer that has already given up.
+sender is not left waiting for a peer that has already given up. If it can't even understand the frame, it
+breaks the link off: that, too, tells the sender.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,20 +18,31 @@ from torchferry.core.codec import Envelope, decode
 from torchferry.core.compare import Pair, compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
-from torchferry.core.plan import Message, Plan, make_plan
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length, message_tag
+from torchferry.core.plan import Plan, make_plan
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
+from torchferry.core.torn import Truth, paths_of, truth
+from torchferry.core.watch import Rules
+from torchferry.engine.group import Group
+from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine.meter import Meter
+from torchferry.engine.payload import Arrival, payload_steps
 from torchferry.engine.phases import Phases
-from torchferry.engine.window import Staging, Window
-from torchferry.errors import BadManifest, LinkError, StateMismatch, StepMismatch
-from torchferry.links.base import Link
-from torchferry.tensors.assemble import (
-    Prepared,
-    allocate,
-    assemble_fresh,
-    assemble_in_place,
-    prepare,
+from torchferry.engine.window import Steps, T
+from torchferry.errors import (
+    BadManifest,
+    Corrupted,
+    FerryError,
+    LinkError,
+    PeerGaveUp,
+    StateMismatch,
+    StepMismatch,
+    TargetTorn,
+    TornAndBroken,
+    TornAndLate,
 )
+from torchferry.links.base import Link
+from torchferry.tensors.assemble import Prepared, allocate, assemble_fresh, assemble_in_place, prepare
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
@@ -46,45 +59,141 @@ class Pull:
     strict: bool = True
     site: Site = field(default_factory=Site)
     decode: Callable[[bytes], Envelope] = decode
+    stall_s: float | None = None
+    verify: bool = True
 
 
-def pull(link: Link, peer: int, terms: Pull) -> tuple[object, Report]:
+def pull(link: Link, peer: int, terms: Pull, group: Group | None = None) -> tuple[object, Report]:
     """Receive a state from a peer: fresh, or into the tensors of the state that `target` gives.
 
     Raises:
         StateMismatch: it does not fit the target; nothing was overwritten.
         PeerError: what the peer sent can't be used; nothing was overwritten.
-        LinkError: the peer could not be reached, or not in time.
+        LinkError: the peer could not be reached, or not in time, or bytes were damaged.
+        TargetTorn: one of these, after local tensors were written.
+        GroupBroken: an earlier transfer failed on this group.
     """
-    phases = Phases("receive", terms.timeout_s)
-    with phases.phase("receive metadata", peer):
-        frame = _receive_frame(link, peer, terms, phases)
-        envelope = terms.decode(frame)
-        plan = _plan(envelope)
-    transfer = _Transfer(link, peer, plan, phases)
-    with phases.phase("compare", peer), transfer.drained_on_refusal():
-        if terms.step is not None and envelope.step != terms.step:
-            raise StepMismatch(wanted=terms.step, got=envelope.step)
-        prepared = prepare(envelope.manifest, terms.site)
-        receiver = _receiver(prepared, plan, terms)
-    with phases.phase("receive tensors", peer):
-        transfer.run(receiver.landings, receiver.ground)
-    with phases.phase("assemble", peer):
-        state = receiver.assemble()
-    report = Report((peer,), plan.payload_bytes, len(frame), len(plan.messages), dict(phases.seconds))
-    return state, report
+    group = group or Group()
+    group.check()
+    transfer = _Transfer(link, peer, terms, group)
+    try:
+        return transfer.run()
+    except BaseException as error:
+        if not transfer.at_rest:
+            group.mark_broken(error)
+            link.break_off(peer)
+        raise
 
 
-def _receive_frame(link: Link, peer: int, terms: Pull, phases: Phases) -> bytes:
+class _Transfer:
+    """One receive. `at_rest` says that nothing of it is still on its way, whatever went wrong."""
+
+    def __init__(self, link: Link, peer: int, terms: Pull, group: Group) -> None:
+        self.at_rest = False
+        self._link = link
+        self._peer = peer
+        self._terms = terms
+        self._group = group
+        self._phases = Phases("receive", terms.timeout_s)
+
+    def run(self) -> tuple[object, Report]:
+        phases, peer = self._phases, self._peer
+        with phases.phase("receive metadata", peer):
+            frame = self._receive_frame()
+            envelope = self._terms.decode(frame)
+            plan = _plan(envelope)
+        with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
+            if self._terms.step is not None and envelope.step != self._terms.step:
+                raise StepMismatch(wanted=self._terms.step, got=envelope.step)
+            prepared = prepare(envelope.manifest, self._terms.site)
+            receiver = _receiver(prepared, plan, self._terms)
+        with phases.phase("receive tensors", peer):
+            self._receive_payload(envelope, plan, receiver)
+        self.at_rest = True
+        with phases.phase("assemble", peer):
+            state = receiver.assemble()
+        report = Report((peer,), plan.payload_bytes, len(frame), len(plan.messages), dict(phases.seconds))
+        return state, report
+
+    def _receive_frame(self) -> bytes:
+        meter = Meter(self._peer, "receive metadata", time.monotonic())
+        with self._group.header("receive", self._peer, self._phases.left_s):
+            return self._run(meter, frame_steps(self._link, self._peer, self._terms.max_metadata_bytes))
+
+    def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> None:
+        meter = Meter(self._peer, "receive tensors", time.monotonic(), plan.payload_bytes)
+        try:
+            arrival = self._run(meter, self._payload_steps(envelope, plan, receiver, meter))
+            self.at_rest = True
+            self._judge(arrival, envelope, plan)
+        except FerryError as error:
+            _annotate(error, meter, envelope, plan)
+            if receiver.in_place:
+                raise _torn(error, meter, envelope, plan) from error
+            raise
+
+    def _payload_steps(
+        self, envelope: Envelope, plan: Plan, receiver: _Receiver, meter: Meter
+    ) -> Steps[Arrival]:
+        return payload_steps(
+            self._link,
+            self._peer,
+            envelope,
+            plan,
+            receiver.landings,
+            receiver.ground,
+            meter,
+            time.monotonic,
+            verify=self._terms.verify,
+        )
+
+    def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
+        if arrival.damaged:
+            extents = {plan.messages[number].extent for number in arrival.damaged}
+            raise Corrupted(paths_of(envelope.manifest, plan.extents, extents), peer=self._peer)
+        if arrival.changed:
+            raise PeerGaveUp(
+                "the sender's state was changed while it was being sent, so what arrived is no state that "
+                "ever was",
+                peer=self._peer,
+            )
+
+    def _run(self, meter: Meter, steps: Steps[T]) -> T:
+        lane = Lane(meter, steps)
+        run_lanes(self._link, [lane], Rules(self._phases.deadline_s, self._terms.stall_s))
+        if lane.error is not None:
+            raise lane.error
+        return lane.value  # type: ignore[return-value]
+
+    @contextmanager
+    def _drained_on_refusal(self, envelope: Envelope, plan: Plan) -> Iterator[None]:
+        """If what is inside raises, take and drop all messages first, so that the sender finishes."""
+        try:
+            yield
+        except Exception as refusal:
+            nowhere = _Receiver(
+                Landings((Landing(),) * len(plan.extents)), Ground.nowhere(), lambda: None, False
+            )
+            meter = Meter(self._peer, "compare", time.monotonic(), plan.payload_bytes)
+            try:
+                self._run(meter, self._payload_steps(envelope, plan, nowhere, meter))
+                self.at_rest = True
+            except FerryError as error:
+                refusal.add_note(f"while the refused messages were being dropped: {error}")
+            raise
+
+
+def frame_steps(link: Link, peer: int, max_bytes: int) -> Steps[bytes]:
+    """Receive a length, check it, and receive the frame."""
     length = torch.zeros(1, dtype=torch.int64, device=link.device)
-    link.recv(length, peer, LENGTH_TAG).wait(phases.left_s())
+    yield link.recv(length, peer, LENGTH_TAG)
     nbytes = int(length.item())
-    check_length(nbytes, terms.max_metadata_bytes)
+    check_length(nbytes, max_bytes)
     # Zeroed, so that what is read never depends on what this memory held before.
     frame = bytearray(nbytes)
     host = torch.frombuffer(frame, dtype=torch.uint8)
     buffer = host if link.takes(host.device) else host.to(link.device)
-    link.recv(buffer, peer, FRAME_TAG).wait(phases.left_s())
+    yield link.recv(buffer, peer, FRAME_TAG)
     if buffer is not host:
         host.copy_(buffer)
     return bytes(frame)
@@ -92,9 +201,12 @@ def _receive_frame(link: Link, peer: int, terms: Pull, phases: Phases) -> bytes:
 
 def _plan(envelope: Envelope) -> Plan:
     try:
-        return make_plan(envelope.manifest, envelope.chunk_bytes)
+        plan = make_plan(envelope.manifest, envelope.chunk_bytes)
     except TooIntricate as error:
         raise BadManifest(f"overlapping views too irregular to list ({error})") from None
+    if envelope.digests is not None and len(envelope.digests) != len(plan.messages):
+        raise BadManifest(f"{len(envelope.digests)} digests for {len(plan.messages)} messages")
+    return plan
 
 
 @dataclass(frozen=True)
@@ -104,6 +216,7 @@ class _Receiver:
     landings: Landings
     ground: Ground
     assemble: Callable[[], object]
+    in_place: bool
 
 
 def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
@@ -114,19 +227,22 @@ def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
             land_fresh(plan.extents),
             Ground(manifest, memories),
             lambda: assemble_fresh(prepared, memories, terms.site),
+            in_place=False,
         )
     target = describe_target(terms.target())
     pairs, mismatches = compare(manifest, target.manifest, strict=terms.strict)
     if mismatches:
         raise StateMismatch(mismatches)
     landings = land_in_place(
-        plan.extents,
-        manifest,
-        target.manifest,
-        tensor_pairs(manifest, target.manifest, pairs),
+        plan.extents, manifest, target.manifest, tensor_pairs(manifest, target.manifest, pairs)
     )
     ground = Ground(manifest, target.memories, target)
-    return _Receiver(landings, ground, lambda: _finish(prepared, target, pairs, landings, ground, terms))
+    return _Receiver(
+        landings,
+        ground,
+        lambda: _finish(prepared, target, pairs, landings, ground, terms),
+        in_place=True,
+    )
 
 
 def _finish(
@@ -142,54 +258,29 @@ def _finish(
     return assemble_in_place(prepared, target, pairs, strict=terms.strict)
 
 
-class _Transfer:
-    """The payload's messages, in the plan's order."""
+def _annotate(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> None:
+    """Add to a link's error how far it had got."""
+    if isinstance(error, LinkError) and not isinstance(error, Corrupted):
+        if plan.messages:
+            at = plan.messages[min(meter.done, len(plan.messages) - 1)]
+            named = paths_of(envelope.manifest, plan.extents, {at.extent})
+            error.path = named[0] if named else None
+        error.what = f"{error.what}; {meter}, last at {error.path}"
+    error.peer = meter.peer
+    error.phase = error.phase or meter.phase
 
-    def __init__(self, link: Link, peer: int, plan: Plan, phases: Phases) -> None:
-        self._link = link
-        self._peer = peer
-        self._plan = plan
-        self._phases = phases
-        self._staging = Staging(link.device)
 
-    def run(self, landings: Landings, ground: Ground) -> None:
-        """Receive every message and put its bytes where they belong."""
-        window = Window(self._phases)
-        for message in self._plan.messages:
-            window.make_room(message.nbytes)
-            self._post(message, landings.by_extent[message.extent], ground, window)
-        window.finish()
-
-    def _post(self, message: Message, landing: Landing, ground: Ground, window: Window) -> None:
-        straight = ground.straight(message, landing, self._link.takes)
-        if straight is not None:
-            buffer, rest = straight
-            window.add(
-                [self._link.recv(buffer, self._peer, message_tag(message.number))],
-                message.nbytes,
-                lambda: ground.put(message, rest, buffer),
-            )
-            return
-        staged = self._staging.take(message.nbytes)
-
-        def done() -> None:
-            ground.put(message, landing, staged)
-            self._staging.give_back(staged)
-
-        window.add([self._link.recv(staged, self._peer, message_tag(message.number))], message.nbytes, done)
-
-    @contextmanager
-    def drained_on_refusal(self) -> Iterator[None]:
-        """If what is inside raises, take and drop all messages first, so that the sender finishes."""
-        try:
-            yield
-        except Exception as refusal:
-            try:
-                self._drain()
-            except LinkError as error:
-                refusal.add_note(f"while the refused messages were being dropped: {error}")
-            raise
-
-    def _drain(self) -> None:
-        nowhere = Landings((Landing(),) * len(self._plan.extents))
-        self.run(nowhere, Ground.nowhere())
+def _torn(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> FerryError:
+    """Say what a failure did to the local state."""
+    # What the sender disowns is no better for having arrived whole.
+    verified = set() if isinstance(error, PeerGaveUp) else meter.verified
+    fate: Truth = truth(envelope.manifest, plan, posted=meter.posted, verified=verified)
+    if not fate.torn and not fate.whole:
+        error.what += "; nothing was overwritten"
+        return error
+    kind = TargetTorn
+    if isinstance(error, TimeoutError):
+        kind = TornAndLate
+    elif isinstance(error, ConnectionError):
+        kind = TornAndBroken
+    return kind(error, whole=fate.whole, torn=fate.torn, untouched=fate.untouched)

@@ -1,7 +1,9 @@
-"""Sending: the frame first, then the plan's messages, to every peer."""
+"""Sending: the frame first, then the plan's messages and their seals, to every peer in a lane of its own."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,15 +11,33 @@ import torch
 
 from torchferry.core.codec import Envelope, encode
 from torchferry.core.extents import TooIntricate
-from torchferry.core.plan import CHUNK_BYTES, Message, Plan, make_plan
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, message_tag
+from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES, Message, Plan, make_plan
+from torchferry.core.protocol import (
+    AHEAD_BYTES,
+    FAREWELL_BYTES,
+    FRAME_TAG,
+    LENGTH_TAG,
+    MAX_MESSAGES,
+    NONCE_BYTES,
+    SEAL_MESSAGES,
+    Tags,
+    encode_seal,
+    farewell,
+    seals_of,
+)
 from torchferry.core.report import Report
+from torchferry.core.torn import paths_of
+from torchferry.core.watch import Rules
+from torchferry.engine.digest import digest
+from torchferry.engine.group import Group
+from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine.meter import Meter
 from torchferry.engine.phases import Phases
-from torchferry.engine.window import Staging, Window
-from torchferry.errors import Unsendable
+from torchferry.engine.window import Staging, Steps, Window
+from torchferry.errors import FerryError, LinkError, SendFailed, StateChanged, Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
-from torchferry.tensors.memory import Memory, load, run_of
+from torchferry.tensors.memory import load, run_of
 
 
 @dataclass(frozen=True)
@@ -29,74 +49,241 @@ class Push:
     step: int | None = None
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
+    stall_s: float | None = None
+    verify: bool = True
 
 
-def push(link: Link, peers: Sequence[int], state: object, terms: Push) -> Report:
+def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group | None = None) -> Report:
     """Send a state to every peer. Nothing is sent before all of it is known to be sendable.
 
-    Returns once the link has taken every byte, which does not say that the peers have them.
+    Returns once the link has taken every byte, which does not say that the peers have them. A peer that is
+    slow or dead holds up nobody but itself.
 
     Raises:
         Unsendable: something in the state can't travel; nothing was sent.
-        LinkError: a peer could not be reached, or not in time.
+        StateChanged: the state was changed meanwhile; the receivers know.
+        LinkError: the only peer could not be reached, or not in time.
+        SendFailed: the same for some or all of several peers.
+        GroupBroken: an earlier transfer failed on this group.
     """
+    group = group or Group()
+    group.check()
     phases = Phases("send", terms.timeout_s)
     with phases.phase("describe"):
-        source = describe(state, pickle=terms.pickle)
-        plan = _plan(source, terms)
-        frame = encode(Envelope(source.manifest, terms.chunk_bytes, terms.step))
-        if len(frame) > terms.max_metadata_bytes:
-            raise Unsendable(
-                f"the state's metadata is {len(frame)} bytes, more than the {terms.max_metadata_bytes} "
-                "that are allowed: set max_metadata_bytes higher on both sides"
-            )
-    window = Window(phases)
-    with phases.phase("send metadata"):
-        _post_frame(link, peers, frame, window)
+        cargo = _load_cargo(link, state, terms, group, len(peers))
     with phases.phase("send tensors"):
-        _post_messages(link, peers, source.memories, plan, window)
-        window.finish()
-    return Report(tuple(peers), plan.payload_bytes, len(frame), len(plan.messages), dict(phases.seconds))
+        lanes = []
+        for peer in peers:
+            meter = Meter(peer, "send", time.monotonic(), cargo.plan.payload_bytes)
+            steps = send_steps(link, peer, cargo, meter, group, phases.left_s, time.monotonic)
+            lanes.append(Lane(meter, steps))
+        try:
+            run_lanes(link, lanes, Rules(phases.deadline_s, terms.stall_s))
+        except BaseException as interrupt:
+            group.mark_broken(interrupt)
+            raise
+        _raise_failures(link, lanes, cargo, group)
+    return Report(
+        tuple(peers),
+        cargo.plan.payload_bytes,
+        len(cargo.frame),
+        len(cargo.plan.messages),
+        dict(phases.seconds),
+    )
+
+
+@dataclass
+class Cargo:
+    """A state made ready for sending, shared by the lanes to all its receivers."""
+
+    source: Description
+    plan: Plan
+    envelope: Envelope
+    frame: bytes
+    verify: bool
+    window_bytes: int
+    digests: list[int | None]
+
+    def outgoing(self, link: Link, message: Message, staging: Staging) -> tuple[torch.Tensor, bool]:
+        """Give a message's bytes, where they lie if the link can take them there, and whether staged."""
+        memory = self.source.memories[message.piece.storage]
+        staged = bool(message.piece.repeats) or not link.takes(memory.device)
+        if staged:
+            buffer = staging.take(message.nbytes)
+            load(memory, message.piece, buffer)
+        else:
+            buffer = run_of(memory, message.piece)
+        if self.verify and self.digests[message.number] is None:
+            self.digests[message.number] = digest(buffer)
+        return buffer, staged
+
+    def changed_paths(self) -> list[str]:
+        """Name the leaves that were changed since the state was described, as far as torch tells."""
+        changed = self.source.changed_tensors()
+        if not changed:
+            return []
+        extents = {
+            number
+            for number, extent in enumerate(self.plan.extents)
+            if extent.storage in {self.source.manifest.tensors[n].storage for n in changed}
+        }
+        return paths_of(self.source.manifest, self.plan.extents, extents)
+
+
+def _load_cargo(link: Link, state: object, terms: Push, group: Group, lanes: int) -> Cargo:
+    source = describe(state, pickle=terms.pickle)
+    plan = _plan(source, terms)
+    cargo = Cargo(
+        source,
+        plan,
+        Envelope(source.manifest, terms.chunk_bytes, terms.step),
+        b"",
+        terms.verify,
+        max(WINDOW_BYTES // max(lanes, 1), 1),
+        [None] * len(plan.messages),
+    )
+    ahead = terms.verify and plan.payload_bytes <= AHEAD_BYTES
+    if ahead:
+        staging = Staging(link.device)
+        for message in plan.messages:
+            buffer, staged = cargo.outgoing(link, message, staging)
+            if staged:
+                staging.give_back(buffer)
+    cargo.envelope = Envelope(
+        source.manifest,
+        terms.chunk_bytes,
+        terms.step,
+        group.next_serial(),
+        os.urandom(NONCE_BYTES),
+        tuple(d for d in cargo.digests if d is not None) if ahead else None,
+        terms.verify and not ahead,
+    )
+    cargo.frame = encode(cargo.envelope)
+    if len(cargo.frame) > terms.max_metadata_bytes:
+        raise Unsendable(
+            f"the state's metadata is {len(cargo.frame)} bytes, more than the {terms.max_metadata_bytes} "
+            "that are allowed: set max_metadata_bytes higher on both sides"
+        )
+    return cargo
 
 
 def _plan(source: Description, terms: Push) -> Plan:
     try:
-        return make_plan(source.manifest, terms.chunk_bytes)
+        plan = make_plan(source.manifest, terms.chunk_bytes)
     except TooIntricate as error:
         raise Unsendable(
             f"the state has overlapping views in a pattern too irregular to send without sending "
             f"bytes that are not theirs ({error}): clone() one of them first"
         ) from None
+    if len(plan.messages) > MAX_MESSAGES:
+        raise Unsendable(
+            f"the state needs {len(plan.messages)} messages, more than the {MAX_MESSAGES} that can be told "
+            "apart: send it in parts"
+        )
+    return plan
 
 
-def _post_frame(link: Link, peers: Sequence[int], frame: bytes, window: Window) -> None:
-    length = torch.tensor([len(frame)], dtype=torch.int64, device=link.device)
-    data = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(link.device)
-    for peer in peers:
-        pending = [link.send(length, peer, LENGTH_TAG), link.send(data, peer, FRAME_TAG)]
-        window.add(pending, len(frame), _nothing)
-
-
-def _post_messages(
-    link: Link, peers: Sequence[int], memories: Sequence[Memory], plan: Plan, window: Window
-) -> None:
+def send_steps(
+    link: Link,
+    peer: int,
+    cargo: Cargo,
+    meter: Meter,
+    group: Group,
+    left_s: Callable[[], float],
+    clock: Callable[[], float],
+) -> Steps[None]:
+    """Send everything to one peer."""
+    window = Window(meter, clock, cargo.window_bytes)
+    tags = Tags(cargo.envelope.serial)
+    length = torch.tensor([len(cargo.frame)], dtype=torch.int64, device=link.device)
+    frame = torch.frombuffer(bytearray(cargo.frame), dtype=torch.uint8).to(link.device)
+    with group.header("send", peer, left_s):
+        window.add(link.send(length, peer, LENGTH_TAG), 0, _nothing)
+        window.add(link.send(frame, peer, FRAME_TAG), len(cargo.frame), _nothing)
     staging = Staging(link.device)
-    for message in plan.messages:
-        window.make_room(message.nbytes)
-        buffer, done = _outgoing(link, memories[message.piece.storage], message, staging)
-        pending = [link.send(buffer, peer, message_tag(message.number)) for peer in peers]
-        window.add(pending, message.nbytes, done)
+    seals = iter(seals_of(len(cargo.plan.messages)) if cargo.envelope.sealed else ())
+    for message in cargo.plan.messages:
+        yield from window.make_room(message.nbytes)
+        try:
+            buffer, staged = cargo.outgoing(link, message, staging)
+        except Exception as error:
+            yield from _say_farewell(link, peer, cargo, message, tags, window)
+            raise error
+        pending = link.send(buffer, peer, tags.message(message.number))
+        window.add(pending, message.nbytes, _sent(meter, message, staging, buffer if staged else None))
+        last = message.number + 1 == len(cargo.plan.messages)
+        if cargo.envelope.sealed and (last or (message.number + 1) % SEAL_MESSAGES == 0):
+            seal = next(seals)
+            if last:
+                yield from window.finish()
+            digests = [d or 0 for d in cargo.digests[seal.first : seal.end]]
+            data = encode_seal(digests, changed=last and bool(cargo.changed_paths()))
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
+            window.add(link.send(buffer, peer, tags.seal(seal.number)), seal.nbytes, _nothing)
+    yield from window.finish()
 
 
-def _outgoing(
-    link: Link, memory: Memory, message: Message, staging: Staging
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Give a message's bytes where they lie if the link can take them there, or staged."""
-    if not message.piece.repeats and link.takes(memory.device):
-        return run_of(memory, message.piece), _nothing
-    buffer = staging.take(message.nbytes)
-    load(memory, message.piece, buffer)
-    return buffer, lambda: staging.give_back(buffer)
+def _sent(
+    meter: Meter, message: Message, staging: Staging, staged: torch.Tensor | None
+) -> Callable[[], None]:
+    def done() -> None:
+        meter.bytes_done += message.nbytes
+        meter.done += 1
+        if staged is not None:
+            staging.give_back(staged)
+
+    return done
+
+
+def _say_farewell(
+    link: Link, peer: int, cargo: Cargo, message: Message, tags: Tags, window: Window
+) -> Steps[None]:
+    """Tell the receiver, in the place of the next message that is long enough, that no more will come."""
+    word = torch.frombuffer(bytearray(farewell(cargo.envelope.nonce)), dtype=torch.uint8).to(link.device)
+    for following in cargo.plan.messages[message.number :]:
+        if following.nbytes >= FAREWELL_BYTES:
+            window.add(link.send(word, peer, tags.message(following.number)), 0, _nothing)
+            yield from window.finish()
+            return
+        filler = torch.zeros(following.nbytes, dtype=torch.uint8, device=link.device)
+        window.add(link.send(filler, peer, tags.message(following.number)), 0, _nothing)
+    yield from window.finish()
+
+
+def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group: Group) -> None:
+    failed = {lane.meter.peer: _annotated(lane, cargo) for lane in lanes if lane.error is not None}
+    if failed:
+        first = next(iter(failed.values()))
+        group.mark_broken(first)
+        if len(failed) == len(lanes):
+            # Nobody is still reading, so the connections can go, and with them whatever hangs on them.
+            for lane in lanes:
+                link.break_off(lane.meter.peer)
+        if len(lanes) == 1:
+            raise first
+        errors = {peer: error for peer, error in failed.items() if isinstance(error, FerryError)}
+        if len(errors) < len(failed):
+            raise next(error for error in failed.values() if not isinstance(error, FerryError))
+        delivered = [lane.meter.peer for lane in lanes if lane.error is None]
+        raise SendFailed(delivered, errors) from first
+    if changed := cargo.changed_paths():
+        raise StateChanged(changed)
+
+
+def _annotated(lane: Lane[None], cargo: Cargo) -> BaseException:
+    """Add to an error how far its lane had got."""
+    error = lane.error
+    assert error is not None, "only lanes that failed are annotated"
+    if isinstance(error, LinkError):
+        error.peer = lane.meter.peer
+        error.phase = error.phase or "send tensors"
+        messages = cargo.plan.messages
+        if messages:
+            at = messages[min(lane.meter.done, len(messages) - 1)]
+            named = paths_of(cargo.source.manifest, cargo.plan.extents, {at.extent})
+            error.path = named[0] if named else None
+        error.what = f"{error.what}; {lane.meter}, last at {error.path}"
+    return error
 
 
 def _nothing() -> None:

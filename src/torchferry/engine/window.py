@@ -1,61 +1,71 @@
-"""Messages under way: many at once, so that the link is never idle, but only so many bytes."""
+"""Messages under way with one peer: many at once, so that the link is never idle, but only so many bytes.
+
+What waits is a generator that yields the message it waits for. Whoever runs it decides how waiting is
+done: a thread for a real link, a scheduler with a clock of its own in the simulation.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from torchferry.core.plan import WINDOW_BYTES
-from torchferry.engine.phases import Phases
+from torchferry.engine.meter import Meter
 from torchferry.links.base import Pending
+
+T = TypeVar("T")
+
+Steps: TypeAlias = Generator[Pending, None, T]
+"""Work that yields every message it has to wait for, and is resumed when that is complete or has failed."""
 
 
 class _Entry(NamedTuple):
-    pending: Sequence[Pending]
+    pending: Pending
     nbytes: int
     done: Callable[[], None]
 
 
 class Window:
-    """A queue of messages. Adding one waits for the oldest until there is room."""
+    """A queue of messages. Making room waits for the oldest."""
 
-    def __init__(self, phases: Phases, most_bytes: int = WINDOW_BYTES) -> None:
-        self._phases = phases
+    def __init__(self, meter: Meter, clock: Callable[[], float], most_bytes: int) -> None:
+        self._meter = meter
+        self._clock = clock
         self._most_bytes = most_bytes
         self._entries: deque[_Entry] = deque()
         self._nbytes = 0
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> Steps[None]:
         """Wait until so many bytes more may be under way.
 
         Raises:
-            LinkError: a message failed, or the deadline passed.
+            LinkError: a message failed.
         """
         while self._entries and self._nbytes + nbytes > self._most_bytes:
-            self._finish_oldest()
+            yield from self._finish_oldest()
 
-    def add(self, pending: Sequence[Pending], nbytes: int, done: Callable[[], None]) -> None:
+    def add(self, pending: Pending, nbytes: int, done: Callable[[], None]) -> None:
         """Note a message that was just started; `done` is called once it is complete."""
         self._entries.append(_Entry(pending, nbytes, done))
         self._nbytes += nbytes
 
-    def finish(self) -> None:
+    def finish(self) -> Steps[None]:
         """Wait for all that is under way.
 
         Raises:
-            LinkError: a message failed, or the deadline passed.
+            LinkError: a message failed.
         """
         while self._entries:
-            self._finish_oldest()
+            yield from self._finish_oldest()
 
-    def _finish_oldest(self) -> None:
-        entry = self._entries.popleft()
-        for pending in entry.pending:
-            pending.wait(self._phases.left_s())
+    def _finish_oldest(self) -> Steps[None]:
+        entry = self._entries[0]
+        yield entry.pending
+        self._entries.popleft()
         self._nbytes -= entry.nbytes
+        self._meter.moved_s = self._clock()
         entry.done()
 
 
@@ -68,13 +78,9 @@ class Staging:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Give a flat buffer of exactly this size."""
-        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= nbytes]
-        if fitting:
-            # The smallest, so that a small message does not hold on to the memory of a large one.
-            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))[:nbytes]
-        # All that are free are too small. Kept, they would add up: each message a little larger than the
-        # one before would need a new buffer.
-        self._free.clear()
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)[:nbytes]
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:

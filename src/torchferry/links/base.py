@@ -48,3 +48,16 @@ class Link(Protocol):
         Raises:
             LinkBroken: the connection is gone.
         """
+
+    def probe(self, peer: int) -> None:
+        """Find out whether a peer is still there, without waiting; say nothing if that can't be told.
+
+        Raises:
+            LinkBroken: it is gone.
+        """
+
+    def break_off(self, peer: int) -> None:
+        """End all that is under way with a peer, if the backend can: waits end, no byte lands any more.
+
+        The peer is told, too, and the link is of no more use. Never raises, and does not wait.
+        """

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
+from torchferry.core.protocol import PROBE_TAG
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 
 T = TypeVar("T")
@@ -19,6 +23,7 @@ class ProcessGroupLink:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._is_gloo = _backend_name(group, device) == "gloo"
 
     @property
     def device(self) -> torch.device:
@@ -45,6 +50,27 @@ class ProcessGroupLink:
         """
         return Work(_translated(lambda: self._group.recv([buffer], peer, tag), peer), peer, buffer)
 
+    def probe(self, peer: int) -> None:
+        """Ask gloo for one more message. It refuses if the connection is gone.
+
+        By itself it keeps silent about a peer that dies in the middle of a message. The receive that is
+        posted here is never answered, and costs some bytes until the group ends.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        if self._is_gloo:
+            self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG)
+
+    def break_off(self, peer: int) -> None:
+        """Let a wait time out: gloo then closes every connection of this rank in this group.
+
+        It has no other way to end a wait from outside, or to stop a message that is under way.
+        """
+        if self._is_gloo:
+            with suppress(LinkError):
+                self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).wait(0.001)
+
 
 class Work:
     """A message under way on a process group. Keeps its buffer alive: gloo does not."""
@@ -62,6 +88,17 @@ class Work:
             LinkBroken: the connection is gone.
         """
         _translated(lambda: self._work.wait(timedelta(seconds=timeout_s)), self._peer)
+
+
+def _backend_name(group: Any, device: torch.device) -> str | None:
+    """Find out what a group runs on; None if it is not one of torch's own."""
+    if not isinstance(group, (dist.ProcessGroup, Backend)):
+        return None
+    try:
+        backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+        return str(backend.name())
+    except RuntimeError:
+        return None
 
 
 def _translated(call: Callable[[], T], peer: int) -> T:

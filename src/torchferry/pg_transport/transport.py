@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.core.report import Report
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.engine import Pull, Push, group_of, pull, push
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
@@ -37,6 +37,9 @@ class PGTransport:
         strict: with `state_dict`, whether both sides must have the same paths. If not, paths that only
             the peer has are dropped, those that only this side has are left alone, and the received
             state is this side's own with all that matched in it.
+        stall_timeout: give up a peer when no message to or from it completes for so long; none by default.
+        verify: check every byte that arrives against a digest of what the sender read. Switching it off on
+            the sender leaves nothing to check, on the receiver only saves it the work.
         allow_pickle: let values outside the closed set travel pickled; needed on both sides. A pickle can
             run anything, so only for peers that are trusted as much as oneself.
         mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape.
@@ -56,13 +59,18 @@ class PGTransport:
         state_dict: Callable[[], object] | None = None,
         *,
         strict: bool = True,
+        stall_timeout: timedelta | float | None = None,
+        verify: bool = True,
         allow_pickle: bool = False,
         mesh: DeviceMesh | None = None,
         max_metadata_bytes: int = MAX_METADATA_BYTES,
     ) -> None:
         self.last_report: Report | None = None
         self._pg = pg
-        self._timeout_s = _seconds(timeout)
+        self._timeout_s = _seconds(timeout, "timeout")
+        self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
+        self._verify = verify
+        self._group = group_of(pg) if _is_torchs_own(pg) else None
         self._link = ProcessGroupLink(pg, _device(device))
         self._state_dict = state_dict
         self._strict = strict
@@ -88,8 +96,15 @@ class PGTransport:
         peers = [self._peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} names a rank twice")
-        terms = Push(self._timeout_s, self._max_metadata_bytes, step=_step(step), pickle=self._pickle)
-        self.last_report = push(self._link, peers, state_dict, terms)
+        terms = Push(
+            self._timeout_s,
+            self._max_metadata_bytes,
+            step=_step(step),
+            pickle=self._pickle,
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        self.last_report = push(self._link, peers, state_dict, terms, self._group)
 
     def recv_checkpoint(self, src_rank: int, step: int | None = None) -> object:
         """Receive the state that the given rank of the group sends, and return it.
@@ -103,6 +118,9 @@ class PGTransport:
             PeerError: what the sender sent can't be used; nothing was overwritten.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the sender is gone (also a ConnectionError).
+            Corrupted: bytes arrived that are not those that were sent.
+            TargetTorn: one of the last three, after local tensors were written; says which.
+            GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
         terms = Pull(
             self._timeout_s,
@@ -112,8 +130,10 @@ class PGTransport:
             strict=self._strict,
             site=self._site,
             decode=self._decode,
+            stall_s=self._stall_s,
+            verify=self._verify,
         )
-        state, self.last_report = pull(self._link, self._peer(src_rank), terms)
+        state, self.last_report = pull(self._link, self._peer(src_rank), terms, self._group)
         return state
 
     def _peer(self, rank: int) -> int:
@@ -140,14 +160,22 @@ def _number(group: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _seconds(timeout: timedelta | float) -> float:
+def _seconds(timeout: timedelta | float, name: str) -> float:
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError):
-        raise BadArgument(f"timeout must be a timedelta or a number of seconds, not {timeout!r}") from None
+        raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
     if not (seconds > 0 and isfinite(seconds)):
-        raise BadArgument(f"timeout must be above 0 and finite, not {timeout!r}: nothing waits for ever")
+        raise BadArgument(f"{name} must be above 0 and finite, not {timeout!r}: nothing waits for ever")
     return seconds
+
+
+def _is_torchs_own(group: Any) -> bool:
+    """Say whether a group is one of torch's, which once broken stays so.
+
+    Wrappers of other libraries may put a new group behind the same object, and then all is well again.
+    """
+    return type(group).__module__.partition(".")[0] == "torch"
 
 
 def _device(device: torch.device | str) -> torch.device:

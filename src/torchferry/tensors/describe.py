@@ -34,6 +34,20 @@ class Description:
     memories: tuple[Memory, ...]
     tensors: tuple[torch.Tensor, ...]
     values: tuple[object, ...]
+    versions: tuple[int, ...]
+
+    def changed_tensors(self) -> list[int]:
+        """List the tensors that torch has written to since they were described."""
+        return [
+            number
+            for number, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
+            if _version(tensor) != version
+        ]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Inference tensors do not count their versions.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
@@ -108,7 +122,9 @@ class _Describer:
             tensors,
             sizes,
         )
-        return Description(manifest, memories, tuple(self._storages.tensors), tuple(self._values))
+        entered = tuple(self._storages.tensors)
+        versions = tuple(_version(tensor) for tensor in entered)
+        return Description(manifest, memories, entered, tuple(self._values), versions)
 
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
         try:

@@ -37,6 +37,11 @@ class MemoryNetwork:
             self._gone.add(rank)
             self._changed.notify_all()
 
+    def _check(self, rank: int) -> None:
+        with self._changed:
+            if rank in self._gone:
+                raise LinkBroken(f"rank {rank} is gone", peer=rank)
+
     def _put(self, address: _Address, buffer: torch.Tensor) -> None:
         with self._changed:
             if address[1] in self._gone:
@@ -85,6 +90,18 @@ class MemoryLink:
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Receipt:
         """Wait, once asked to, for a message of exactly the buffer's size."""
         return Receipt(self._network, (peer, self._rank, tag), buffer)
+
+    def probe(self, peer: int) -> None:
+        """Ask the network whether the peer is gone.
+
+        Raises:
+            LinkBroken: it is.
+        """
+        self._network._check(peer)
+
+    def break_off(self, peer: int) -> None:
+        """Leave the network: whoever waits for this rank is told."""
+        self._network.close(self._rank)
 
 
 class Sent:

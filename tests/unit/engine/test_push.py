@@ -56,6 +56,8 @@ def test_bytes_are_sent_from_where_they_lie() -> None:
             self._link = MemoryNetwork().link(0)
             self.device = self._link.device
             self.takes = self._link.takes
+            self.probe = self._link.probe
+            self.break_off = self._link.break_off
 
         def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
             handed_over.append(buffer.data_ptr())
@@ -95,6 +97,12 @@ class Slow:
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         raise NotImplementedError
+
+    def probe(self, peer: int) -> None:
+        """Never knows."""
+
+    def break_off(self, peer: int) -> None:
+        """Has nothing to break off."""
 
 
 def test_only_so_many_bytes_are_under_way_at_once() -> None:

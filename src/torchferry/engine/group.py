@@ -1,0 +1,79 @@
+"""What transfers on one process group have to know of each other.
+
+Several threads may send and receive on the same group at once, through one transport or several. Serial
+numbers keep their messages apart; the locks keep one transfer's length and frame together, for those have
+no number yet; and after a failure nothing more is tried, for old messages may still be about.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchferry.errors import GroupBroken, LinkTimeout
+
+
+class Group:
+    """The state of one process group, shared by all transports that use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._serial = 0
+        self._headers: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self._broken: str | None = None
+
+    def next_serial(self) -> int:
+        """Give the number of a new transfer."""
+        with self._lock:
+            self._serial += 1
+            return self._serial
+
+    def check(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            GroupBroken: an earlier transfer failed.
+        """
+        if self._broken is not None:
+            raise GroupBroken(
+                "an earlier transfer on this process group failed, and its messages may still be about: "
+                "make a new group (torch.distributed.new_group, or init_process_group with a new store "
+                f"prefix) and a new PGTransport on it. The earlier failure: {self._broken}"
+            )
+
+    def mark_broken(self, why: BaseException) -> None:
+        """Remember a failure; the first one counts."""
+        with self._lock:
+            self._broken = self._broken or f"{type(why).__name__}: {why}".splitlines()[0]
+
+    @contextmanager
+    def header(self, way: str, peer: int, left_s: Callable[[], float]) -> Iterator[None]:
+        """Keep length and frame of one transfer together, one transfer at a time for each peer.
+
+        Raises:
+            LinkTimeout: another transfer's took until the deadline.
+        """
+        with self._lock:
+            lock = self._headers[way, peer]
+        if not lock.acquire(timeout=left_s()):
+            raise LinkTimeout("another transfer with this peer did not get under way in time", peer=peer)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+_groups: weakref.WeakKeyDictionary[object, Group] = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+def group_of(key: object) -> Group:
+    """Give what is known of a process group; something that can't be remembered is new every time."""
+    try:
+        with _groups_lock:
+            return _groups.setdefault(key, Group())
+    except TypeError:
+        return Group()
