@@ -9,7 +9,7 @@ import torch
 
 from torchferry.core.codec import Envelope
 from torchferry.core.landing import Landing, Landings
-from torchferry.core.plan import WINDOW_BYTES, Message, Plan
+from torchferry.core.plan import Message, Plan
 from torchferry.core.protocol import (
     FAREWELL_BYTES,
     SEAL_MESSAGES,
@@ -46,6 +46,7 @@ def payload_steps(
     clock: Callable[[], float],
     *,
     verify: bool,
+    window_bytes: int,
 ) -> Steps[Arrival]:
     """Receive every message and put its bytes where they belong; damage is noted, not raised.
 
@@ -54,7 +55,7 @@ def payload_steps(
         LinkError: the link failed.
     """
     receiver = _Payload(link, peer, envelope, plan, landings, ground, meter, verify)
-    return receiver.steps(Window(meter, clock, WINDOW_BYTES))
+    return receiver.steps(Window(meter, clock, window_bytes))
 
 
 class _Payload:

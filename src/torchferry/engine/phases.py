@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchferry.errors import FerryError
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 class Phases:
     """The clock of one transfer: how long each phase took, and when it must be over."""
 
-    def __init__(self, what: str, timeout_s: float) -> None:
+    def __init__(self, what: str, timeout_s: float, now_s: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
-        self.deadline_s = time.monotonic() + timeout_s
+        self.deadline_s = now_s() + timeout_s
         self._what = what
+        self._now_s = now_s
 
     def left_s(self) -> float:
         """Say how much time is left; 0 if none is."""
-        return max(self.deadline_s - time.monotonic(), 0.0)
+        return max(self.deadline_s - self._now_s(), 0.0)
 
     @contextmanager
     def phase(self, name: str, peer: int | None = None) -> Iterator[None]:

@@ -7,7 +7,6 @@ breaks the link off: that, too, tells the sender.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,16 +17,17 @@ from torchferry.core.codec import Envelope, decode
 from torchferry.core.compare import Pair, compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
-from torchferry.core.plan import Plan, make_plan
+from torchferry.core.plan import WINDOW_BYTES, Plan, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.torn import Truth, paths_of, truth
 from torchferry.core.watch import Rules
 from torchferry.engine.group import Group
-from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter
 from torchferry.engine.payload import Arrival, payload_steps
 from torchferry.engine.phases import Phases
+from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
 from torchferry.errors import (
     BadManifest,
@@ -59,8 +59,10 @@ class Pull:
     strict: bool = True
     site: Site = field(default_factory=Site)
     decode: Callable[[bytes], Envelope] = decode
+    window_bytes: int = WINDOW_BYTES
     stall_s: float | None = None
     verify: bool = True
+    runner: Callable[[], Runner] = ThreadRunner
 
 
 def pull(link: Link, peer: int, terms: Pull, group: Group | None = None) -> tuple[object, Report]:
@@ -94,7 +96,8 @@ class _Transfer:
         self._peer = peer
         self._terms = terms
         self._group = group
-        self._phases = Phases("receive", terms.timeout_s)
+        self._runner = terms.runner()
+        self._phases = Phases("receive", terms.timeout_s, self._runner.now_s)
 
     def run(self) -> tuple[object, Report]:
         phases, peer = self._phases, self._peer
@@ -116,12 +119,12 @@ class _Transfer:
         return state, report
 
     def _receive_frame(self) -> bytes:
-        meter = Meter(self._peer, "receive metadata", time.monotonic())
+        meter = Meter(self._peer, "receive metadata", self._runner.now_s())
         with self._group.header("receive", self._peer, self._phases.left_s):
             return self._run(meter, frame_steps(self._link, self._peer, self._terms.max_metadata_bytes))
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> None:
-        meter = Meter(self._peer, "receive tensors", time.monotonic(), plan.payload_bytes)
+        meter = Meter(self._peer, "receive tensors", self._runner.now_s(), plan.payload_bytes)
         try:
             arrival = self._run(meter, self._payload_steps(envelope, plan, receiver, meter))
             self.at_rest = True
@@ -143,8 +146,9 @@ class _Transfer:
             receiver.landings,
             receiver.ground,
             meter,
-            time.monotonic,
+            self._runner.now_s,
             verify=self._terms.verify,
+            window_bytes=self._terms.window_bytes,
         )
 
     def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
@@ -160,7 +164,7 @@ class _Transfer:
 
     def _run(self, meter: Meter, steps: Steps[T]) -> T:
         lane = Lane(meter, steps)
-        run_lanes(self._link, [lane], Rules(self._phases.deadline_s, self._terms.stall_s))
+        run_lanes(self._link, [lane], Rules(self._phases.deadline_s, self._terms.stall_s), self._runner)
         if lane.error is not None:
             raise lane.error
         return lane.value  # type: ignore[return-value]
@@ -174,7 +178,7 @@ class _Transfer:
             nowhere = _Receiver(
                 Landings((Landing(),) * len(plan.extents)), Ground.nowhere(), lambda: None, False
             )
-            meter = Meter(self._peer, "compare", time.monotonic(), plan.payload_bytes)
+            meter = Meter(self._peer, "compare", self._runner.now_s(), plan.payload_bytes)
             try:
                 self._run(meter, self._payload_steps(envelope, plan, nowhere, meter))
                 self.at_rest = True

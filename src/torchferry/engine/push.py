@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,9 +29,10 @@ from torchferry.core.torn import paths_of
 from torchferry.core.watch import Rules
 from torchferry.engine.digest import digest
 from torchferry.engine.group import Group
-from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter
 from torchferry.engine.phases import Phases
+from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Staging, Steps, Window
 from torchferry.errors import FerryError, LinkError, SendFailed, StateChanged, Unsendable
 from torchferry.links.base import Link
@@ -49,8 +49,11 @@ class Push:
     step: int | None = None
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
+    window_bytes: int = WINDOW_BYTES
+    ahead_bytes: int = AHEAD_BYTES
     stall_s: float | None = None
     verify: bool = True
+    runner: Callable[[], Runner] = ThreadRunner
 
 
 def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group | None = None) -> Report:
@@ -68,17 +71,18 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     """
     group = group or Group()
     group.check()
-    phases = Phases("send", terms.timeout_s)
+    runner = terms.runner()
+    phases = Phases("send", terms.timeout_s, runner.now_s)
     with phases.phase("describe"):
         cargo = _load_cargo(link, state, terms, group, len(peers))
     with phases.phase("send tensors"):
         lanes = []
         for peer in peers:
-            meter = Meter(peer, "send", time.monotonic(), cargo.plan.payload_bytes)
-            steps = send_steps(link, peer, cargo, meter, group, phases.left_s, time.monotonic)
+            meter = Meter(peer, "send", runner.now_s(), cargo.plan.payload_bytes)
+            steps = send_steps(link, peer, cargo, meter, group, phases.left_s, runner.now_s)
             lanes.append(Lane(meter, steps))
         try:
-            run_lanes(link, lanes, Rules(phases.deadline_s, terms.stall_s))
+            run_lanes(link, lanes, Rules(phases.deadline_s, terms.stall_s), runner)
         except BaseException as interrupt:
             group.mark_broken(interrupt)
             raise
@@ -139,10 +143,10 @@ def _load_cargo(link: Link, state: object, terms: Push, group: Group, lanes: int
         Envelope(source.manifest, terms.chunk_bytes, terms.step),
         b"",
         terms.verify,
-        max(WINDOW_BYTES // max(lanes, 1), 1),
+        max(terms.window_bytes // max(lanes, 1), 1),
         [None] * len(plan.messages),
     )
-    ahead = terms.verify and plan.payload_bytes <= AHEAD_BYTES
+    ahead = terms.verify and plan.payload_bytes <= terms.ahead_bytes
     if ahead:
         staging = Staging(link.device)
         for message in plan.messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -107,7 +108,7 @@ def _translated(call: Callable[[], T], peer: int) -> T:
     except LinkError:
         raise
     except (RuntimeError, OSError) as error:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        text = _said(error)
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise LinkTimeout(f"rank {peer} did not answer in time ({text})", peer=peer) from error
         raise LinkBroken(
@@ -115,3 +116,10 @@ def _translated(call: Callable[[], T], peer: int) -> T:
             "any more: make a new one among the living",
             peer=peer,
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """Give what a backend says, without its source files and good wishes."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    text = re.sub(r"^\[/[^\]]*\]\s*", "", lines[0])
+    return text.partition(". This is typically caused by")[0]

@@ -1,0 +1,87 @@
+"""Lanes in earnest: a thread for each, and the caller asleep on a condition, where Ctrl-C can wake it.
+
+A thread that is stuck in the backend is left behind. It is a daemon, and ends when the backend lets it go:
+when the link is broken off, or at the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchferry.core.watch import Rules
+from torchferry.engine.lanes import Lane, late
+from torchferry.engine.window import Steps, T
+from torchferry.errors import FerryError
+
+_JOIN_S = 1.0
+
+
+class ThreadRunner:
+    """Runs the lanes of one transfer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    def now_s(self) -> float:
+        """Give the time."""
+        return time.monotonic()
+
+    def start(self, lane: Lane[Any], rules: Rules) -> None:
+        """Let a thread take the lane's steps."""
+        thread = threading.Thread(
+            target=self._take,
+            args=(lane, rules),
+            name=f"torchferry-lane-{lane.meter.peer}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
+        """Sleep until a lane is over, or until the given time."""
+        with self._changed:
+            if not any(lane.over for lane in lanes):
+                self._changed.wait(max(until_s - time.monotonic(), 0.0))
+
+    def end(self, lanes: Sequence[Lane[Any]]) -> None:
+        """Wait for the threads, but not for one that can't be woken."""
+        ends_s = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+
+    def _take(self, lane: Lane[Any], rules: Rules) -> None:
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = _take_steps(lane.steps, rules.deadline_s, lane.meter.peer)
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            lane.settle(value, error)
+            self._changed.notify_all()
+
+
+def _take_steps(steps: Steps[T], deadline_s: float, peer: int) -> T:
+    """Take steps one after the other, waiting for each message no longer than the deadline.
+
+    Raises:
+        FerryError: as the steps do.
+    """
+    try:
+        pending = next(steps)
+        while True:
+            try:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise late(peer)
+                pending.wait(left_s)
+            except FerryError as error:
+                pending = steps.throw(error)
+            else:
+                pending = next(steps)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+"""The world: processes that take turns, events in order of time, and nothing that depends on real time.
+
+Each process is a thread, because the engine is ordinary code that calls and waits; but only one of them
+ever runs, until it waits for something or ends, and the world decides who is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Killed(BaseException):
+    """Unwinds a process that was killed; nothing in it may catch this as an error of its own."""
+
+
+class Process:
+    """One process. Over when `ended_s` is set, with a value, an error, or neither if it was killed."""
+
+    def __init__(self, world: World, rank: int, body: Callable[[], Any]) -> None:
+        self.rank = rank
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.ended_s: float | None = None
+        self.killed_s: float | None = None
+        self.stopped_until_s = 0.0
+        self.awake_s: float | None = None
+        self._world = world
+        self._body = body
+        self._turn = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=f"simulated-{rank}", daemon=True)
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if self.killed_s is None:
+                self.value = self._body()
+        except Killed:
+            pass
+        except Exception as error:
+            self.error = error
+        self.ended_s = self._world.now_s
+        self._world._idle.release()
+
+    def wait(self, until_s: float) -> None:
+        """Let the others go on; come back at the given time, or when woken.
+
+        Raises:
+            Killed: the process was killed meanwhile.
+        """
+        self.awake_s = max(until_s, self._world.now_s)
+        self._world.at(self.awake_s, lambda: None)
+        self._world._idle.release()
+        self._turn.acquire()
+        if self.killed_s is not None:
+            raise Killed
+
+    def wake(self) -> None:
+        """Let it go on as soon as it may."""
+        if self.ended_s is None:
+            self.awake_s = self._world.now_s
+
+
+class World:
+    """A clock, events to come, and processes."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now_s = 0.0
+        self.processes: dict[int, Process] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._idle = threading.Semaphore(0)
+
+    def at(self, time_s: float, event: Callable[[], None]) -> None:
+        """Let something happen at a time."""
+        heapq.heappush(self._events, (max(time_s, self.now_s), next(self._numbers), event))
+
+    def start(self, rank: int, body: Callable[[], Any]) -> None:
+        """Add a process that begins when the world runs."""
+        process = Process(self, rank, body)
+        self.processes[rank] = process
+        process.awake_s = 0.0
+        process._thread.start()
+
+    def kill(self, rank: int) -> None:
+        """End a process where it stands."""
+        process = self.processes[rank]
+        if process.ended_s is None and process.killed_s is None:
+            process.killed_s = self.now_s
+            process.stopped_until_s = 0.0
+            process.wake()
+
+    def stop(self, rank: int, until_s: float) -> None:
+        """Let a process sleep whatever it was doing, until the given time."""
+        self.processes[rank].stopped_until_s = until_s
+        self.at(until_s, lambda: None)
+
+    def is_gone(self, rank: int) -> bool:
+        """Say whether a process was killed."""
+        return self.processes[rank].killed_s is not None
+
+    def run(self, until_s: float) -> None:
+        """Run until every process has ended, or the time is up; whoever is left then is killed."""
+        while any(process.ended_s is None for process in self.processes.values()):
+            ready = [process for process in self.processes.values() if self._is_ready(process)]
+            if ready:
+                self._give_turn(self.chance.choice(ready))
+            elif self._events and self._events[0][0] <= until_s:
+                time_s, _, event = heapq.heappop(self._events)
+                self.now_s = max(self.now_s, time_s)
+                event()
+            else:
+                break
+        self._end_all()
+
+    def _is_ready(self, process: Process) -> bool:
+        return (
+            process.ended_s is None
+            and process.awake_s is not None
+            and process.awake_s <= self.now_s
+            and process.stopped_until_s <= self.now_s
+        )
+
+    def _give_turn(self, process: Process) -> None:
+        process.awake_s = None
+        process._turn.release()
+        self._idle.acquire()
+
+    def _end_all(self) -> None:
+        for process in self.processes.values():
+            if process.ended_s is None:
+                ended_s = process.killed_s
+                process.killed_s = self.now_s if ended_s is None else ended_s
+                self._give_turn(process)
+                # A process that had to be ended here hung: that is what the caller wants to know.
+                process.ended_s = None if ended_s is None else process.ended_s
+            process._thread.join()
