@@ -5,7 +5,7 @@ policy (one deadline, a bounded window, what is staged) is here, and in no link.
 """
 
 from torchferry.engine.group import Group, group_of
-from torchferry.engine.pull import Pull, pull
-from torchferry.engine.push import Push, push
+from torchferry.engine.receiving import Pull, pull
+from torchferry.engine.sending import Push, push
 
 __all__ = ["Group", "Pull", "Push", "group_of", "pull", "push"]

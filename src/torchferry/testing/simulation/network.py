@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG
 from torchferry.core.watch import Rules
 from torchferry.engine.lanes import Lane, late
 from torchferry.errors import FerryError, LinkBroken
@@ -37,6 +38,7 @@ class Op:
         self.buffer = buffer
         self.over = False
         self.under_way = False
+        self.counts = False
         self.error: FerryError | None = None
 
     def wait(self, timeout_s: float) -> None:
@@ -65,8 +67,10 @@ class Network:
         """Post a send or a receive; if its other half is there, the message is on its way."""
         self.check(op.owner, op.peer)
         self._open.append(op)
-        posted = sum(each.buffer.nbytes for each in self._open if each.owner == op.owner and not each.over)
-        self.most_under_way[op.owner] = max(self.most_under_way[op.owner], posted)
+        if tag not in (LENGTH_TAG, FRAME_TAG):
+            op.counts = True
+            posted = sum(each.buffer.nbytes for each in self._open if each.owner == op.owner and each.counts)
+            self.most_under_way[op.owner] = max(self.most_under_way[op.owner], posted)
         sender, receiver = (op.owner, op.peer) if way == "send" else (op.peer, op.owner)
         other = "recv" if way == "send" else "send"
         partners = self._waiting[sender, receiver, tag, other]

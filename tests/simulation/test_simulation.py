@@ -1,0 +1,147 @@
+"""The protocol by the thousand seeds; and proof that the simulation would notice if it were wrong."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchferry.core import codec, torn, watch
+from torchferry.engine import lanes, payload, receiving, sending, window
+from torchferry.errors import BadManifest
+from torchferry.testing.simulation import Broken, simulate
+
+SEEDS = int(os.environ.get("SEEDS", "2000"))
+FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
+
+
+def test_what_must_hold_holds_for_every_seed() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        happened += simulate(seed)
+    print(f"\n{SEEDS} seeds from {FIRST_SEED}:")
+    for ending, count in happened.most_common():
+        print(f"  {count:7}  {ending}")
+    if SEEDS >= 2000:
+        # Every sort of ending has really been played.
+        for error in ("done", "Corrupted", "BadManifest", "TargetTorn", "TornAndLate", "StateMismatch"):
+            assert happened[f"receiver: {error}"] > 0
+        for error in ("done", "SendFailed", "LinkBroken", "LinkTimeout", "StateChanged"):
+            assert happened[f"sender: {error}"] > 0
+
+
+@pytest.mark.parametrize("seed", [3, 85, 116, 1889])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    assert simulate(seed) == simulate(seed)
+
+
+def no_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        payload._Payload, "_compare", lambda self, number, *_: self._meter.verified.add(number)
+    )
+
+
+def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "xxh3_64_intdigest", lambda body: 0)
+
+
+def early_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: window.Window) -> Any:
+        return
+        yield
+
+    monkeypatch.setattr(window.Window, "finish", finish)
+
+
+def deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def per_wait(rules: watch.Rules, now_s: float, moved_s: float, probed_s: float) -> watch.Look:
+        return watch.look(rules._replace(deadline_s=moved_s + 5.0), now_s, moved_s, probed_s)
+
+    monkeypatch.setattr(lanes, "look", per_wait)
+    monkeypatch.setattr(lanes, "Rules", watch.Rules)
+    monkeypatch.setattr(sending, "Rules", lambda deadline_s, stall_s: watch.Rules(1e9, stall_s))
+    monkeypatch.setattr(receiving, "Rules", lambda deadline_s, stall_s: watch.Rules(1e9, stall_s))
+
+
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PROBE_AFTER_S", 1e9)
+
+
+def torn_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "_torn", lambda error, *_: error)
+
+
+def torn_understated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(manifest: Any, plan: Any, *, posted: int, verified: Any) -> torn.Truth:
+        return torn.truth(manifest, plan, posted=max(posted - 3, 0), verified=verified)
+
+    monkeypatch.setattr(receiving, "truth", blind)
+
+
+def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        yield from ()
+        raise BadManifest("not drained")
+
+    def only_with_ground(*args: Any, **kwargs: Any) -> Any:
+        nowhere = not args[5]._memories
+        return refuse() if nowhere else payload.payload_steps(*args, **kwargs)
+
+    monkeypatch.setattr(receiving, "payload_steps", only_with_ground)
+
+
+def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_room(self: window.Window, nbytes: int) -> Any:
+        return
+        yield
+
+    monkeypatch.setattr(window.Window, "make_room", make_room)
+
+
+def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = lanes.Lane.settle
+
+    def settle(self: Any, value: Any, error: Any) -> None:
+        original(self, value, error)
+        if error is not None and self.link is not None:
+            self.link.break_off(self.meter.peer)
+
+    def run_lanes(link: Any, all_lanes: Any, rules: Any, runner: Any) -> None:
+        for lane in all_lanes:
+            lane.link = link
+        lanes.run_lanes(link, all_lanes, rules, runner)
+
+    monkeypatch.setattr(lanes.Lane, "link", None, raising=False)
+    monkeypatch.setattr(lanes.Lane, "settle", settle)
+    monkeypatch.setattr(sending, "run_lanes", run_lanes)
+
+
+MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    no_digest_check,
+    no_frame_digest,
+    early_commit,
+    deadline_for_each_wait,
+    no_probe,
+    torn_unsaid,
+    torn_understated,
+    no_drain,
+    no_window,
+    one_failure_fails_all,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_simulation_bites(
+    mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(Broken, match="seed"):
+        play_many(1000)
+
+
+def play_many(seeds: int) -> None:
+    for seed in range(seeds):
+        simulate(seed)
