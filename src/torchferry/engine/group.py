@@ -17,9 +17,13 @@ from torchferry.errors import GroupBroken, LinkTimeout
 
 
 class Group:
-    """The state of one process group, shared by all transports that use it."""
+    """The state of one process group, shared by all transports that use it.
 
-    def __init__(self) -> None:
+    With `lasting=False` failures are not remembered: for objects that may get a new group behind them.
+    """
+
+    def __init__(self, *, lasting: bool = True) -> None:
+        self._lasting = lasting
         self._lock = threading.Lock()
         self._serial = 0
         self._headers: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
@@ -47,7 +51,8 @@ class Group:
     def mark_broken(self, why: BaseException) -> None:
         """Remember a failure; the first one counts."""
         with self._lock:
-            self._broken = self._broken or f"{type(why).__name__}: {why}".splitlines()[0]
+            if self._lasting:
+                self._broken = self._broken or f"{type(why).__name__}: {why}".splitlines()[0]
 
     @contextmanager
     def header(self, way: str, peer: int, left_s: Callable[[], float]) -> Iterator[None]:

@@ -121,6 +121,10 @@ class Cargo:
             self.digests[message.number] = digest(buffer)
         return buffer, staged
 
+    def has_changed(self) -> bool:
+        """Say whether torch has written to the state since it was described."""
+        return bool(self.source.changed_tensors())
+
     def changed_paths(self) -> list[str]:
         """Name the leaves that were changed since the state was described, as far as torch tells."""
         changed = self.source.changed_tensors()
@@ -210,9 +214,10 @@ def send_steps(
         yield from window.make_room(message.nbytes)
         try:
             buffer, staged = cargo.outgoing(link, message, staging)
-        except Exception as error:
-            yield from _say_farewell(link, peer, cargo, message, tags, window)
-            raise error
+        except Exception:
+            if link.sends_short:
+                yield from _say_farewell(link, peer, cargo, message, tags, window)
+            raise
         pending = link.send(buffer, peer, tags.message(message.number))
         window.add(pending, message.nbytes, _sent(meter, message, staging, buffer if staged else None))
         last = message.number + 1 == len(cargo.plan.messages)
@@ -220,8 +225,8 @@ def send_steps(
             seal = next(seals)
             if last:
                 yield from window.finish()
-            digests = [d or 0 for d in cargo.digests[seal.first : seal.end]]
-            data = encode_seal(digests, changed=last and bool(cargo.changed_paths()))
+            digests = cargo.digests[seal.first : seal.end]
+            data = encode_seal([d for d in digests if d is not None], changed=last and cargo.has_changed())
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
             window.add(link.send(buffer, peer, tags.seal(seal.number)), seal.nbytes, _nothing)
     yield from window.finish()
@@ -259,7 +264,7 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
     if failed:
         first = next(iter(failed.values()))
         group.mark_broken(first)
-        if len(failed) == len(lanes):
+        if all(isinstance(lane.error, LinkError) for lane in lanes):
             # Nobody is still reading, so the connections can go, and with them whatever hangs on them.
             for lane in lanes:
                 link.break_off(lane.meter.peer)

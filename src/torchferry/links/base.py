@@ -35,6 +35,10 @@ class Link(Protocol):
     def takes(self, device: torch.device) -> bool:
         """Say whether memory on a device can be handed over as it is, without a staging copy."""
 
+    @property
+    def sends_short(self) -> bool:
+        """Say whether a message may be shorter than the buffer that it is received into."""
+
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending a buffer. It must not change until the message has been waited for.
 

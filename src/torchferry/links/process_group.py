@@ -35,6 +35,11 @@ class ProcessGroupLink:
         """Any memory on the same type of device will do."""
         return device.type == self._device.type
 
+    @property
+    def sends_short(self) -> bool:
+        """Gloo fills what there is; of others it is not known."""
+        return self._is_gloo
+
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a send.
 

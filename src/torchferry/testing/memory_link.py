@@ -78,6 +78,11 @@ class MemoryLink:
         """Memory of the CPU, unless it insists on its own."""
         return device.type == "cpu" and not self._own_buffers
 
+    @property
+    def sends_short(self) -> bool:
+        """Sizes must agree."""
+        return False
+
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Sent:
         """Put a copy into the peer's mailbox.
 

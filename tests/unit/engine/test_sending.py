@@ -55,6 +55,7 @@ def test_bytes_are_sent_from_where_they_lie() -> None:
         def __init__(self) -> None:
             self._link = MemoryNetwork().link(0)
             self.device = self._link.device
+            self.sends_short = self._link.sends_short
             self.takes = self._link.takes
             self.probe = self._link.probe
             self.break_off = self._link.break_off
@@ -76,6 +77,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.sends_short = False
         self.under_way = 0
         self.most_under_way = 0
         self.waits: list[float] = []

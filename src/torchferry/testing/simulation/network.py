@@ -181,6 +181,11 @@ class SimulatedLink:
         """Any memory of the CPU."""
         return device.type == "cpu"
 
+    @property
+    def sends_short(self) -> bool:
+        """As gloo does."""
+        return True
+
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Op:
         """Post a send.
 
