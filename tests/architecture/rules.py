@@ -54,6 +54,7 @@ PURE = {
     "itertools",
     "math",
     "msgspec",
+    "xxhash",
     "operator",
     "struct",
     "types",
