@@ -90,10 +90,10 @@ def test_all_workers_stay_equal() -> None:
 
 
 def test_the_loss_goes_down() -> None:
-    early, late = trained(1)[0].loss, trained(12)[0].loss
+    early, late = trained(1)[0].loss, trained(20)[0].loss
     assert early is not None
     assert late is not None
-    assert late < 0.8 * early
+    assert late < 0.6 * early
 
 
 def test_an_attempt_changes_nothing_and_can_be_repeated() -> None:

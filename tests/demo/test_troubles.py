@@ -34,7 +34,15 @@ def test_a_survivor_that_is_a_step_behind_heals_from_the_one_ahead(
     scene = scenes["a_survivor_is_a_step_behind"]
     ((source, step, payload_bytes),) = scene["healed"]
     assert (source, step) == (0, troubles.HELD_STEP)
-    assert payload_bytes > 9_000_000
+    assert payload_bytes > 4_000_000
+    assert scene["identical"]
+
+
+def test_a_survivor_that_gets_no_error_is_called_out_by_the_coordinator(
+    scenes: dict[str, dict[str, Any]],
+) -> None:
+    scene = scenes["a_survivor_hears_nothing"]
+    assert scene["blocked"] == [scene["survivor"]]
     assert scene["identical"]
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchferry.demo import coordinator, happenings
 from torchferry.demo.coordinator import DemoFailed, play
-from torchferry.demo.crew import Crew, Gone
+from torchferry.demo.crew import Crew, Gone, dismiss_server
 from torchferry.demo.happenings import Happening
 from torchferry.demo.messages import (
     Begin,
@@ -101,6 +101,29 @@ def a_worker_dies_that_should_not() -> dict[str, object]:
     return failure_of(lambda: play(scenario, watch))
 
 
+def a_survivor_hears_nothing() -> dict[str, object]:
+    """The survivor is frozen from the kill on, as good as blocked: no error can reach it."""
+    scenario = Scenario(workers=2, kill_at=3, seed=4)
+    survivor = 1 - scenario.victim
+    pids: dict[int, int] = {}
+    blocked: list[int] = []
+
+    def watch(happening: Happening) -> None:
+        match happening:
+            case happenings.Started(rank, pid, replacement=False):
+                pids[rank] = pid
+            case happenings.Killed():
+                os.kill(pids[survivor], signal.SIGSTOP)
+            case happenings.StillBlocked(ranks):
+                blocked.extend(ranks)
+                os.kill(pids[survivor], signal.SIGCONT)
+            case _:
+                pass
+
+    identical = play(scenario, watch).identical
+    return {"survivor": survivor, "blocked": blocked, "identical": identical}
+
+
 def time_runs_out() -> dict[str, object]:
     return failure_of(lambda: play(Scenario(2, 30, 0), lambda happening: None, deadline_s=0.5))
 
@@ -127,6 +150,7 @@ def failure_of(act: Callable[[], object]) -> dict[str, object]:
 SCENES: list[Scene] = [
     a_survivor_is_a_step_behind,
     a_worker_dies_that_should_not,
+    a_survivor_hears_nothing,
     time_runs_out,
     nobody_has_a_state,
 ]
@@ -136,4 +160,5 @@ if __name__ == "__main__":
     for scene in SCENES:
         results[scene.__name__] = scene()
         results[scene.__name__]["left"] = len(multiprocessing.active_children())
+    dismiss_server()
     print(json.dumps(results))

@@ -105,11 +105,17 @@ def nested_dims(spec: TensorSpec) -> list[int] | None:
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
-    """Say whether two items of the tensor share memory."""
+    """Say whether two items of the tensor share memory, or may: strides too intricate to tell count too.
+
+    >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
+    False
+    """
     if 0 in spec.shape:
         return False
-    expanded = any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True))
-    return expanded or nested_dims(spec) is None
+    try:
+        return sum(extent.nbytes for extent in footprint(spec)) < prod(spec.shape) * spec.itemsize
+    except TooIntricate:
+        return True
 
 
 def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
@@ -213,13 +219,23 @@ def _merge(cluster: list[Extent]) -> list[Extent]:
         repeats = patterns[0].repeats
         first = min(e.offset for e in patterns)
         last = max(e.offset + e.run_bytes for e in patterns)
-        if last - first <= repeats[-1][1]:
+        if _nest(last - first, repeats):
             row = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
             return [Extent(storage, start, end - start, repeats) for start, end in row]
     listed = [run for e in patterns for run in _runs(e)]
     if len(listed) > MAX_RUNS:
         raise TooIntricate(f"{len(listed)} runs")
     return _regular(storage, _merge_runs(plain + listed, touching=True))
+
+
+def _nest(run_bytes: int, repeats: Repeats) -> bool:
+    """Say whether a run of this size can be so repeated and never meet itself."""
+    span = run_bytes
+    for count, step in reversed(repeats):
+        if span > step:
+            return False
+        span += (count - 1) * step
+    return True
 
 
 def _inside(extent: Extent, runs: Sequence[Run]) -> bool:

@@ -6,6 +6,7 @@
     worker       one worker: trains, and after a death rejoins and catches up
     group        the worker's process group, which is formed anew in every generation
     training     what is trained: a pure computation on a state
+    scenario     how many workers, who is killed, and when
     proof        compares the final states, bit for bit
     messages     what coordinator and workers say to each other
     happenings   what the coordinator tells to whoever watches

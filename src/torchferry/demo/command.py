@@ -1,7 +1,10 @@
 """`torchferry demo`: its options and its exit code."""
 
 import os
-from typing import Annotated
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -9,7 +12,8 @@ from rich.console import Console
 from torchferry.demo.scenario import MOST_WORKERS, STEPS, Scenario
 from torchferry.demo.show import Show
 
-_INTERRUPTED = 130
+_INTERRUPTED = 128 + signal.SIGINT
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def demo(
@@ -29,6 +33,8 @@ def demo(
     model, optimizer, random state and step from a living peer. At the end the weights are compared
     with those of a run that nothing disturbed. The exit code is 0 only if they are identical.
     """
+    # So that to be terminated, as by a CI job that is cancelled, also means to clean up.
+    signal.signal(signal.SIGTERM, _exit_terminated)
     show = Show(Console())
     if os.name != "posix":
         show.failure("it needs SIGKILL, which this system does not have")
@@ -38,8 +44,9 @@ def demo(
 
 def perform(scenario: Scenario, show: Show) -> int:
     """Play the scenario, show it, and return the exit code."""
-    # Here, because it imports torch, which takes seconds that `--help` need not take.
+    # Here, because they import torch, which takes seconds that `--help` need not take.
     from torchferry.demo.coordinator import DemoFailed, play
+    from torchferry.demo.crew import dismiss_server
 
     show.title(scenario)
     try:
@@ -50,5 +57,11 @@ def perform(scenario: Scenario, show: Show) -> int:
     except KeyboardInterrupt:
         show.interrupted()
         return _INTERRUPTED
+    finally:
+        dismiss_server()
     show.verdict(verdict)
     return 0 if verdict.identical else 1
+
+
+def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(_TERMINATED)

@@ -146,3 +146,17 @@ def _context() -> BaseContext:
     finally:
         signal.signal(signal.SIGINT, before)
     return context
+
+
+def dismiss_server() -> None:
+    """End the process that `_context` has started, if it has; a next `Crew` would start another.
+
+    It would end by itself, but only once this process has ended, and to unload torch takes it a second
+    in which it looks left behind. multiprocessing has no public way to say so.
+    """
+    server = multiprocessing.forkserver._forkserver
+    pid = getattr(server, "_forkserver_pid", None)
+    stop = getattr(server, "_stop", None)
+    if pid is not None and stop is not None:
+        os.kill(pid, signal.SIGKILL)
+        stop()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 _FEATURES = 128
-_HIDDEN = 768
+_HIDDEN = 512
 _SHARE = 32  # samples for each worker in each step
 _DROPOUT = 0.1
 
@@ -66,7 +66,7 @@ class Training:
         self.loss: float | None = None
         self.model = _Network()
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=2e-3)
         # AdamW makes its moments in its first step. They are made here, so that at step 0 too there
         # are tensors for a peer's state to land in.
         for parameter in self.parameters:

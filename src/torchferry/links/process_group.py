@@ -17,6 +17,9 @@ from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 
 T = TypeVar("T")
 
+_LONGEST_WAIT_S = 365 * 24 * 3600.0
+"""Backends count nanoseconds in 64 bits: a wait of 300 years would overflow, and end at once."""
+
 
 class ProcessGroupLink:
     """Moves messages over any ProcessGroup, or what quacks like one."""
@@ -93,7 +96,8 @@ class Work:
             LinkTimeout: it took longer than `timeout_s`.
             LinkBroken: the connection is gone.
         """
-        _translated(lambda: self._work.wait(timedelta(seconds=timeout_s)), self._peer)
+        timeout = timedelta(seconds=min(timeout_s, _LONGEST_WAIT_S))
+        _translated(lambda: self._work.wait(timeout), self._peer)
 
 
 def _backend_name(group: Any, device: torch.device) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -42,7 +41,8 @@ class PGTransport:
             the sender leaves nothing to check, on the receiver only saves it the work.
         allow_pickle: let values outside the closed set travel pickled; needed on both sides. A pickle can
             run anything, so only for peers that are trusted as much as oneself.
-        mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape.
+        mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape, or
+            the same names and shape as a slice of it.
         max_metadata_bytes: the most metadata that is sent or accepted.
 
     Raises:
@@ -163,9 +163,9 @@ def _number(group: Any, name: str) -> int | None:
 def _seconds(timeout: timedelta | float, name: str) -> float:
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
-    if not (seconds > 0 and isfinite(seconds)):
+    if not 0 < seconds <= timedelta.max.total_seconds():
         raise BadArgument(f"{name} must be above 0 and finite, not {timeout!r}: nothing waits for ever")
     return seconds
 

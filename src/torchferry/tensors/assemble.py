@@ -1,7 +1,7 @@
 """Manifest to state: decode the values first, then make tensors over memory and put the tree together.
 
-`prepare` does all that can fail for what the peer sent, before any byte of payload is taken; afterwards
-only memory can run out.
+`prepare` checks all that the metadata can be checked for, before any byte of payload is taken. Afterwards
+only what the payload says can be wrong: sparse indices that point nowhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from torchferry.core.compare import PICKLED, Pair
-from torchferry.core.manifest import VALUE, Manifest
-from torchferry.core.tree import format_path, occurrences, rebuild
-from torchferry.errors import FerryError, PickleRefused, StateError
+from torchferry.core.manifest import VALUE, Leaf, Manifest
+from torchferry.core.tree import Path, format_path, occurrences, rebuild
+from torchferry.errors import BadManifest, FerryError, PickleRefused, StateError
 from torchferry.tensors.branches import build_branch, check_branch
 from torchferry.tensors.describe import Description
-from torchferry.tensors.kinds import Site, kind_named
+from torchferry.tensors.kinds import Site, check_form, kind_named
 from torchferry.tensors.memory import Memory, check_dtype, new_memory, tensor_over
 from torchferry.tensors.values import from_wire
 
@@ -45,16 +45,20 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
             elif leaf.kind == PICKLED:
                 values.setdefault(number, _unpickle(leaf.traits, site))
             else:
-                kind_named(leaf.kind)
+                check_form(kind_named(leaf.kind), leaf)
                 for part in leaf.parts:
                     check_dtype(manifest.tensors[part])
         except FerryError as error:
-            error.path = format_path(path)
-            error.what = f"{error.path}: {error.what}"
-            raise
+            raise _at(path, error) from None
     for branch in manifest.branches:
         check_branch(branch)
     return Prepared(manifest, values)
+
+
+def _at(path: Path, error: FerryError) -> FerryError:
+    error.path = format_path(path)
+    error.what = f"{error.path}: {error.what}"
+    return error
 
 
 def _unpickle(data: object, site: Site) -> object:
@@ -81,15 +85,31 @@ def allocate(manifest: Manifest) -> tuple[Memory, ...]:
 
 
 def assemble_fresh(prepared: Prepared, memories: Sequence[Memory], site: Site) -> object:
-    """Build the state that arrived, in memory of its own."""
+    """Build the state that arrived, in memory of its own.
+
+    Raises:
+        PeerError: a leaf can't be built out of what arrived; names its path.
+    """
     manifest = prepared.manifest
     tensors = [tensor_over(memories[spec.storage], spec) for spec in manifest.tensors]
     built: dict[int, object] = dict(prepared.values)
-    for number, leaf in enumerate(manifest.leaves):
+    places = occurrences(manifest)
+    for path, number in places:
         if number not in built:
+            leaf = manifest.leaves[number]
             parts = [tensors[part] for part in leaf.parts]
-            built[number] = kind_named(leaf.kind).rebuild(leaf, parts, site)
-    return rebuild(manifest, (built[leaf] for _, leaf in occurrences(manifest)), build_branch)
+            try:
+                built[number] = _build(leaf, parts, site)
+            except FerryError as error:
+                raise _at(path, error) from None
+    return rebuild(manifest, (built[number] for _, number in places), build_branch)
+
+
+def _build(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    try:
+        return kind_named(leaf.kind).rebuild(leaf, parts, site)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise BadManifest(f"a {leaf.kind} that can't be put together: {error}") from None
 
 
 def assemble_in_place(

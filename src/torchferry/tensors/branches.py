@@ -7,6 +7,7 @@ wire values, and a container without keys of its own (a list) has None.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,8 @@ def open_branch(value: object) -> Opened | None:
     """
     cls = type(value)
     kind = _by_type.get(cls)
-    if kind is None and registry.is_registered(cls):
+    # An enum may be a namedtuple or dataclass too, but its members are not made of fields.
+    if kind is None and registry.is_registered(cls) and not issubclass(cls, enum.Enum):
         if registry.is_namedtuple(cls):
             kind = _NAMEDTUPLE
         elif dataclasses.is_dataclass(cls):
@@ -94,11 +96,15 @@ def _attributes(value: Any) -> Value:
     return to_wire(attributes) if attributes else None
 
 
-def _build_ordered(keys: list[Any], children: list[object], extra: Value) -> object:
-    built = OrderedDict(zip(keys, children, strict=True))
+def _set_attributes(built: object, extra: Value) -> None:
     attributes = from_wire(extra)
     if isinstance(attributes, dict):
         vars(built).update(attributes)
+
+
+def _build_ordered(keys: list[Any], children: list[object], extra: Value) -> object:
+    built = OrderedDict(zip(keys, children, strict=True))
+    _set_attributes(built, extra)
     return built
 
 
@@ -124,6 +130,7 @@ def _build_counter(keys: list[Any], children: list[Any], extra: Value) -> object
     # Counter's own constructor would count the pairs, or drop what is not a number.
     built: Counter[Any] = Counter()
     dict.update(built, zip(keys, children, strict=True))
+    _set_attributes(built, extra)
     return built
 
 
@@ -137,8 +144,13 @@ def _open_fields(kind: str) -> Callable[[Any], Opened]:
                 f"a {registry.name_of(cls)} has attributes beside its fields ({', '.join(unknown)}), "
                 "which would be lost: remove them, or make them fields"
             )
-        children = tuple(value) if kind == "namedtuple" else [getattr(value, f) for f in fields]
-        return Opened(kind, fields, children, registry.name_of(cls))
+        if kind == "namedtuple":
+            return Opened(kind, fields, tuple(value), registry.name_of(cls))
+        if unset := [name for name in fields if not hasattr(value, name)]:
+            raise Unsendable(
+                f"a {registry.name_of(cls)} has fields that were never set ({', '.join(unset)}): set them"
+            )
+        return Opened(kind, fields, [getattr(value, name) for name in fields], registry.name_of(cls))
 
     return take_apart
 
@@ -179,7 +191,7 @@ _by_type: dict[type, BranchKind] = {
     tuple: BranchKind("tuple", lambda v: Opened("tuple", None, v), lambda _, children, __: tuple(children)),
     OrderedDict: BranchKind("odict", _open_mapping("odict", _attributes), _build_ordered),
     defaultdict: BranchKind("defaultdict", _open_mapping("defaultdict", _factory_name), _build_default),
-    Counter: BranchKind("counter", _open_mapping("counter", lambda _: None), _build_counter),
+    Counter: BranchKind("counter", _open_mapping("counter", _attributes), _build_counter),
     deque: BranchKind(
         "deque",
         lambda v: Opened("deque", None, list(v), v.maxlen),

@@ -11,7 +11,7 @@ from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Message
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import Memory, new_memory, raw_over, run_of, store, tensor_over
+from torchferry.tensors.memory import Memory, new_memory, raw_over, reread, run_of, store
 from torchferry.tensors.spread import once, spread
 
 
@@ -69,10 +69,8 @@ class Ground:
             assert self._target is not None, "only a local state has tensors to copy into"
             theirs = self._incoming.tensors[pair.incoming]
             ours = self._target.manifest.tensors[pair.local]
-            alike = theirs.conj == ours.conj and theirs.neg == ours.neg
-            over = raw_over if alike else tensor_over
-            arrived = over(self._scratch[theirs.storage], theirs)
-            once(over(self._memories[ours.storage], ours)).copy_(once(arrived))
+            arrived = once(raw_over(self._scratch[theirs.storage], theirs))
+            once(raw_over(self._memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
 
     def mark_changed(self) -> None:
         """Tell autograd that the local tensors have new values, since they were written behind it."""

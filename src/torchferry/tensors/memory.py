@@ -98,6 +98,27 @@ def raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
     return strided(memory, RAW[spec.itemsize], spec.offset, spec.shape, spec.stride)
 
 
+def reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Tensor:
+    """Give raw items in which `reader`, with its conj and neg bits, reads what `spec` reads in these.
+
+    Sign bits are turned round, and nothing is computed: not every dtype that can be conjugated has a kernel
+    for it, and arithmetic promises nothing of a NaN.
+    """
+    neg, conj = spec.neg != reader.neg, spec.conj != reader.conj
+    if not (neg or conj):
+        return raw
+    # A complex number is two words, and conjugation turns the sign of the second.
+    words = 2 if DTYPES[spec.dtype].is_complex else 1
+    word = _WORDS[spec.itemsize // words]
+    turned = raw.clone(memory_format=torch.contiguous_format)
+    parts = turned.view(-1).view(word).view(-1, words)
+    sign = 0x80 if word is torch.uint8 else torch.iinfo(word).min
+    for part, turn in enumerate((neg, neg != conj)[:words]):
+        if turn:
+            parts[:, part] ^= sign
+    return turned
+
+
 def check_dtype(spec: TensorSpec) -> None:
     """Check that a dtype is known here and has the size that the peer says.
 

@@ -137,7 +137,8 @@ def array_over(data: torch.Tensor, dtype: Any) -> Any:
         raise ValueError(f"these bytes are no array of {dtype}")
     shape, strides = tuple(data.shape[:-1]), data.stride()[:-1]
     if data.numel() == 0:
-        return _numpy().ndarray(shape, dtype, strides=strides)
+        # On memory of its own making numpy sets the strides of an empty array to zero.
+        return _numpy().ndarray(shape, dtype, buffer=bytearray(), strides=strides)
     whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
     return _numpy().ndarray(shape, dtype, buffer=whole.numpy(), offset=data.storage_offset(), strides=strides)
 

@@ -53,7 +53,7 @@ def look_up(name: str) -> type:
     except KeyError:
         raise UnknownType(
             f"the type {name} is not registered in this process: call "
-            f"torchferry.register({name.rpartition('.')[2]}) before receiving"
+            f"torchferry.register({str(name).rpartition('.')[2]}) before receiving"
         ) from None
 
 

@@ -11,7 +11,7 @@ import torch
 from torchferry.core.boxes import boxes, items_below
 from torchferry.core.extents import Extent, nested_dims
 from torchferry.core.manifest import TensorSpec
-from torchferry.tensors.memory import DTYPES, RAW, Memory, strided, with_bits
+from torchferry.tensors.memory import RAW, Memory, reread, strided
 
 
 def spread(
@@ -40,8 +40,8 @@ def spread(
         first = items_below(piece.offset - incoming.offset, levels)
         end = items_below(piece.end - incoming.offset, levels)
     # A chunk found by address may begin with other tensors' bytes, somewhere between two items.
-    source = _Source(buffer, 0 if covers else piece.offset % size, incoming, local_spec)
-    target = once(source.as_comparable(local)).permute(*dims, *_others(incoming, dims))
+    source = _Source(_apart(buffer, local), 0 if covers else piece.offset % size, size)
+    target = once(_raw(local)).permute((*dims, *_others(incoming, dims)))
     expand = (..., *[None] * (len(incoming.shape) - len(dims)))
     for start, lengths in boxes(shape, first, end):
         into = target
@@ -55,27 +55,16 @@ def spread(
             )
             strides = tuple(incoming.stride[d] for d in dims)
             items = source.by_address(address - piece.offset, lengths, strides)
-        into.copy_(items[expand])
+        into.copy_(reread(items, incoming, local_spec)[expand])
 
 
 class _Source:
-    """A chunk's bytes as items: as integers if both sides read them alike, as numbers if not."""
+    """A chunk's bytes as items, of no dtype but their size."""
 
-    def __init__(self, buffer: torch.Tensor, start: int, incoming: TensorSpec, local: TensorSpec) -> None:
-        self._raw = incoming.conj == local.conj and incoming.neg == local.neg
-        self._spec = incoming
-        self._dtype = RAW[incoming.itemsize] if self._raw else DTYPES[incoming.dtype]
-        buffer = _aligned(buffer, start, incoming.itemsize)
+    def __init__(self, buffer: torch.Tensor, start: int, itemsize: int) -> None:
+        self._itemsize = itemsize
+        buffer = _aligned(buffer, start, itemsize)
         self._memory = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
-
-    def as_comparable(self, local: torch.Tensor) -> torch.Tensor:
-        """Give the local tensor in the dtype that the items come in."""
-        local = local.detach()
-        if not self._raw:
-            return local
-        offset = int(local.storage_offset()) * local.itemsize
-        memory = Memory(local.untyped_storage(), 0, local.device)
-        return strided(memory, self._dtype, offset, tuple(local.shape), local.stride())
 
     def packed(self, first: int, lengths: tuple[int, ...]) -> torch.Tensor:
         """Give items that follow one another in the chunk."""
@@ -84,12 +73,18 @@ class _Source:
         for length in reversed(lengths):
             strides.insert(0, step)
             step *= length
-        return self.by_address(first * self._spec.itemsize, lengths, tuple(strides))
+        return self.by_address(first * self._itemsize, lengths, tuple(strides))
 
     def by_address(self, offset: int, lengths: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """Give items that lie in the chunk as they lay at the sender."""
-        items = strided(self._memory, self._dtype, offset, lengths, strides)
-        return items if self._raw else with_bits(items, self._spec)
+        return strided(self._memory, RAW[self._itemsize], offset, lengths, strides)
+
+
+def _raw(local: torch.Tensor) -> torch.Tensor:
+    """Give the local tensor in the dtype that the items come in."""
+    size = local.itemsize
+    memory = Memory(local.untyped_storage(), 0, local.device)
+    return strided(memory, RAW[size], int(local.storage_offset()) * size, tuple(local.shape), local.stride())
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,6 +93,13 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def _apart(buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Give the buffer, or a copy if it is the memory of the local tensor's neighbours and perhaps its own."""
+    storage = local.untyped_storage()
+    low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return buffer.clone() if buffer.data_ptr() < high and low < buffer.data_ptr() + buffer.nbytes else buffer
 
 
 def _aligned(buffer: torch.Tensor, start: int, itemsize: int) -> torch.Tensor:

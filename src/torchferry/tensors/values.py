@@ -75,7 +75,15 @@ def from_wire(value: Value) -> object:
         raise BadManifest(f"a value of unknown code {value.code}")
     try:
         return kind.from_wire(unpack(value.data))
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        struct.error,
+    ) as error:
         raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {error!r}") from None
 
 
@@ -135,6 +143,13 @@ def _unwire_pairs(pairs: Value) -> list[tuple[Any, object]]:
     return [(from_wire(key), from_wire(value)) for key, value in pairs]
 
 
+def _unwire_ordered(wire: Value) -> OrderedDict[object, object]:
+    pairs, attributes = wire
+    built = OrderedDict(_unwire_pairs(pairs))
+    vars(built).update(_unwire_pairs(attributes))
+    return built
+
+
 def _int_to_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
@@ -142,7 +157,7 @@ def _int_to_bytes(value: int) -> bytes:
 def _enum_to_wire(member: enum.Enum) -> Value:
     name = registry.name_of(type(member))
     # A combination of flags has no name of its own to be looked up by.
-    return [name, member.value if isinstance(member, enum.Flag) else member.name]
+    return [name, to_wire(member.value) if isinstance(member, enum.Flag) else member.name]
 
 
 def _enum_from_wire(wire: Value) -> object:
@@ -150,7 +165,7 @@ def _enum_from_wire(wire: Value) -> object:
     cls = registry.look_up(name)
     if not issubclass(cls, enum.Enum):
         raise ValueError(f"{name} is not an enum")
-    return cls(member) if issubclass(cls, enum.Flag) else cls[member]
+    return cls(from_wire(member)) if issubclass(cls, enum.Flag) else cls[member]
 
 
 def _named(kind: type) -> Callable[[Value], object]:
@@ -170,7 +185,8 @@ _KINDS = (
     ValueKind(2, int, _int_to_bytes, lambda data: int.from_bytes(data, "little", signed=True)),
     ValueKind(3, complex, lambda z: struct.pack("<dd", z.real, z.imag),
               lambda data: complex(*struct.unpack("<dd", data))),
-    ValueKind(4, bytearray, bytes, bytearray),
+    # Through a memoryview, because bytearray makes of a number so many zeros.
+    ValueKind(4, bytearray, bytes, lambda data: bytearray(memoryview(data))),
     ValueKind(5, range, lambda r: _wire_list((r.start, r.stop, r.step)),
               lambda wire: range(*_unwire_list(wire))),  # type: ignore[call-overload]
     ValueKind(6, slice, lambda s: _wire_list((s.start, s.stop, s.step)),
@@ -180,7 +196,7 @@ _KINDS = (
     ValueKind(16, tuple, _wire_list, lambda wire: tuple(_unwire_list(wire))),
     ValueKind(17, list, _wire_list, _unwire_list),
     ValueKind(18, dict, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
-    ValueKind(19, OrderedDict, _wire_pairs, lambda wire: OrderedDict(_unwire_pairs(wire))),
+    ValueKind(19, OrderedDict, lambda d: [_wire_pairs(d), _wire_pairs(vars(d))], _unwire_ordered),
     ValueKind(20, set, _sorted_wire, lambda wire: set(_unwire_list(wire))),
     ValueKind(21, frozenset, _sorted_wire, lambda wire: frozenset(_unwire_list(wire))),
     ValueKind(32, torch.Size, list, torch.Size),

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge
-from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.kinds.base import Kind, Part, Site, check_form
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.dtensor import DTENSOR
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.kinds.sharded import SHARDED
 from torchferry.tensors.kinds.sparse import COMPRESSED, COO
 
-__all__ = ["Kind", "Part", "Site", "kind_named", "kind_of"]
+__all__ = ["Kind", "Part", "Site", "check_form", "kind_named", "kind_of"]
 
 _by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, DTENSOR, SHARDED, NDARRAY)}
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.manifest import Leaf
+from torchferry.errors import BadManifest
 
 Part = Callable[[torch.Tensor], int]
 """Enters a strided tensor into the manifest and gives its number."""
@@ -33,9 +35,30 @@ class Kind(NamedTuple):
     `describe` enters the tensors that hold the value's bytes and says the rest in a Leaf; `rebuild` makes
     a fresh value out of tensors; `adopt` finishes a local value whose tensors were written in place.
     `describe` enters nothing before it knows that the value can travel: what is entered is sent.
+
+    `fixed` and `traits` are the types of what a Leaf of this kind has there, and `parts` is the number of
+    its tensors, None if that varies: what a peer sends is held to them before anything else is done.
     """
 
     name: str
     describe: Callable[[Any, Part], Leaf]
     rebuild: Callable[[Leaf, list[torch.Tensor], Site], object]
+    parts: int | None
+    fixed: Any
+    traits: Any
     adopt: Callable[[Leaf, Any], object] = _keep
+
+
+def check_form(kind: Kind, leaf: Leaf) -> None:
+    """Check that a leaf from a peer has what its kind needs.
+
+    Raises:
+        BadManifest: it has not.
+    """
+    if kind.parts is not None and len(leaf.parts) != kind.parts:
+        raise BadManifest(f"a {kind.name} of {len(leaf.parts)} tensors, not {kind.parts}")
+    try:
+        msgspec.convert(leaf.fixed, kind.fixed)
+        msgspec.convert(leaf.traits, kind.traits)
+    except msgspec.ValidationError as error:
+        raise BadManifest(f"a malformed {kind.name}: {error}") from None

@@ -70,4 +70,4 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     return with_grad_traits(parts[0], leaf.traits or 0)
 
 
-DENSE = Kind("tensor", _describe, _rebuild)
+DENSE = Kind("tensor", _describe, _rebuild, parts=1, fixed=None, traits=int | None)

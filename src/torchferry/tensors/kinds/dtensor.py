@@ -1,29 +1,51 @@
 """DTensors: the local part, the placements, and a mesh that is the receiver's.
 
 A mesh can't travel: its process groups and this process's place in it belong to the sender. In place, the
-target keeps its own. A fresh DTensor gets the mesh that the receiver names, if its shape fits; failing
-that, one that is equal to the sender's, seen from the receiver's rank and without groups: element-wise
-operations work on it, collectives such as `full_tensor` do not.
+target keeps its own. A fresh DTensor gets the mesh that the receiver names, or a slice of it, if its shape
+fits; failing that, one that is equal to the sender's, seen from the receiver's rank, with those groups of
+this process that have the same ranks. Where it has none, for it is not in that mesh, collectives such as
+`full_tensor` do not work.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchferry.core.manifest import Leaf, Value
+from torchferry.core.manifest import Count, Leaf, Value
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.kinds.dense import check_dense, grad_traits, with_grad_traits
 
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
+
+
+class _Fixed(TypedDict):
+    placements: list[list[int | str]]
+    shape: list[Count]
+    mesh: list[Count]
+
+
+class _Mesh(TypedDict):
+    device: str
+    ranks: list[Count]
+    sizes: list[list[Count]]
+    strides: list[list[Count]]
+    names: list[str] | None
+
+
+class _Traits(TypedDict):
+    grad: int
+    stride: list[Count]
+    mesh: _Mesh
 
 
 def _describe(tensor: DTensor, part: Part) -> Leaf:
@@ -49,14 +71,27 @@ def _describe(tensor: DTensor, part: Part) -> Leaf:
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     fixed, traits = leaf.fixed, leaf.traits
-    mesh = site.mesh
-    if mesh is None or list(mesh.shape) != fixed["mesh"]:
+    mesh = _own_mesh(site.mesh, fixed["mesh"], traits["mesh"]["names"])
+    if mesh is None:
         mesh = _mesh_from_wire(traits["mesh"])
     meta = TensorMeta(torch.Size(fixed["shape"]), tuple(traits["stride"]), parts[0].dtype)
     placements = tuple(_placement_from_wire(wire) for wire in fixed["placements"])
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
     built = DTensor(parts[0], spec, requires_grad=False)
     return with_grad_traits(built, traits["grad"])
+
+
+def _own_mesh(mesh: DeviceMesh | None, shape: list[int], names: list[str] | None) -> DeviceMesh | None:
+    """Give the receiver's mesh if it has the sender's shape, or its slice of the same names if that has.
+
+    A model that is sharded along two dimensions has parameters on one of them as well.
+    """
+    if mesh is None or list(mesh.shape) == shape:
+        return mesh
+    if names is None or not set(names) < set(mesh.mesh_dim_names or ()):
+        return None
+    part = mesh[tuple(names)]
+    return part if list(part.shape) == shape else None
 
 
 def _placement_to_wire(placement: Placement) -> Value:
@@ -107,7 +142,7 @@ def _mesh_from_wire(wire: Any) -> DeviceMesh:
             for sizes, strides in zip(wire["sizes"], wire["strides"], strict=True)
         )
     )
-    return DeviceMesh(
+    mesh = DeviceMesh(
         wire["device"],
         mesh_dim_names=None if names is None else tuple(names),
         _layout=layout,
@@ -116,6 +151,33 @@ def _mesh_from_wire(wire: Any) -> DeviceMesh:
         # Outside any default group a process has no rank, and so no place in the mesh.
         _rank=dist.get_rank() if dist.is_initialized() else -1,
     )
+    groups = _groups_along(mesh)
+    if groups is not None:
+        mesh._dim_group_names = [group.group_name for group in groups]
+        mesh._pg_registry = {group.group_name: group for group in groups}
+    return mesh
 
 
-DTENSOR = Kind("dtensor", _describe, _rebuild)
+def _groups_along(mesh: DeviceMesh) -> list[Any] | None:
+    """Find a group of this process for each dimension of a mesh; None if there is not one for each.
+
+    An equal mesh that lives here has such groups, and this one must have them too: torch remembers the
+    results of operations by what went in, so that one of two equal meshes is handed out for the other.
+    """
+    if mesh.get_coordinate() is None:
+        return None
+    alive = {group: dist.get_process_group_ranks(group) for group in _world.pg_names}
+    found = []
+    for number, dim in enumerate(mesh._layout):
+        rows = _MeshLayout((dim,)).remap_to_tensor(mesh._rank_map).tolist()
+        ranks = next(row for row in rows if dist.get_rank() in row)
+        name = mesh.mesh_dim_names[number] if mesh.mesh_dim_names else f"dim_{number}"
+        # The one that torch makes, or takes, when it makes such a mesh itself; failing that, the oldest.
+        made_for_meshes = (f"mesh_{name}", "mesh_default", "default_pg")
+        fitting = [group for group, members in alive.items() if members == ranks]
+        fitting.sort(key=lambda group: group.group_desc not in made_for_meshes)
+        found += fitting[:1]
+    return found if len(found) == mesh.ndim else None
+
+
+DTENSOR = Kind("dtensor", _describe, _rebuild, 1, _Fixed, _Traits)

@@ -6,15 +6,24 @@ are entered forwards and turned round again, because a tensor's strides can't be
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from torchferry.core.manifest import Leaf
+from torchferry.core.manifest import Count, Leaf, Value
 from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.memory import memory_at, strided
+
+
+class _Fixed(TypedDict):
+    dtype: Value
+    backwards: list[Count]
+
+
+class _Traits(TypedDict):
+    writeable: bool
 
 
 def _describe(array: Any, part: Part) -> Leaf:
@@ -61,4 +70,4 @@ def _turn(ndim: int, axes: list[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
 
 
-NDARRAY = Kind("ndarray", _describe, _rebuild)
+NDARRAY = Kind("ndarray", _describe, _rebuild, 1, _Fixed, _Traits)

@@ -6,7 +6,7 @@ is known of everybody's shards stays as the sender told it, but for those.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,22 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties,
 )
 
-from torchferry.core.manifest import Leaf, Value
+from torchferry.core.manifest import Count, Leaf, Value
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.kinds.dense import check_dense
 from torchferry.tensors.values import from_wire, to_wire
+
+
+class _Fixed(TypedDict):
+    size: list[Count]
+    shards: list[tuple[list[Count], list[Count]]]
+
+
+class _Traits(TypedDict):
+    all: list[tuple[list[Count], list[Count], str]]
+    dtype: Value
+    requires_grad: bool
+    memory_format: Value
 
 
 def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
@@ -65,6 +77,8 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     built._metadata = whole
     if dist.is_initialized():
         built._prepare_init()
+    else:
+        built._process_group = None  # for what needs none: without it, even size() fails
     return built
 
 
@@ -84,4 +98,4 @@ def _whole_metadata(leaf: Leaf) -> ShardedTensorMetadata:
     )
 
 
-SHARDED = Kind("sharded", _describe, _rebuild)
+SHARDED = Kind("sharded", _describe, _rebuild, None, _Fixed, _Traits)

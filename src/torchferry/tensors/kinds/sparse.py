@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from torchferry.core.manifest import Leaf
+from torchferry.core.manifest import Count, Leaf
 from torchferry.errors import BadManifest
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.kinds.dense import check_dense, grad_traits, with_grad_traits
@@ -14,6 +14,16 @@ from torchferry.tensors.kinds.dense import check_dense, grad_traits, with_grad_t
 _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
+
+
+class _Fixed(TypedDict):
+    layout: str
+    size: list[Count]
+
+
+class _Traits(TypedDict):
+    grad: int
+    coalesced: bool | None
 
 
 def _describe_coo(tensor: torch.Tensor, part: Part) -> Leaf:
@@ -77,5 +87,5 @@ def _leaf(
     )
 
 
-COO = Kind("sparse", _describe_coo, _rebuild_coo, _adopt_coo)
-COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed)
+COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo)
+COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits)

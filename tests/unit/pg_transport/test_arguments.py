@@ -1,0 +1,157 @@
+"""PGTransport's arguments: what can't be right is a clear ValueError, before anything is sent."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cluster import Cluster
+from tests.unit.pg_transport.quacking import Ends, Group, Mailboxes, SizedGroup
+from torchferry import BadArgument, PGTransport, StateError
+
+
+def transport(timeout: Any = 10, device: Any = "cpu", group: Any = None) -> PGTransport:
+    return PGTransport(group or SizedGroup(Mailboxes(), 1), timeout, device)
+
+
+@pytest.mark.parametrize("timeout", [timedelta(seconds=30), timedelta(milliseconds=5), 30, 0.5, 1e6])
+def test_a_timeout_is_a_timedelta_or_seconds(timeout: timedelta | float) -> None:
+    transport(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    "timeout",
+    [0, -1, 0.0, timedelta(0), timedelta(seconds=-3), float("inf"), float("nan"), float("-inf"), 1e300],
+    ids=str,
+)
+def test_a_timeout_that_never_or_always_ends_is_refused(timeout: timedelta | float) -> None:
+    with pytest.raises(ValueError, match="above 0 and finite") as raised:
+        transport(timeout=timeout)
+    assert repr(timeout) in str(raised.value)
+
+
+@pytest.mark.parametrize("timeout", [None, "soon", [5]], ids=str)
+def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timedelta or a number of seconds"):
+        transport(timeout=timeout)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
+def test_a_device_is_a_torch_device_or_its_name(device: Any) -> None:
+    ends = Ends()
+    ends.sender = PGTransport(Group(ends.mail, 0), 10, device)
+    ends.receiver = PGTransport(ends.group, 10, device)
+    assert torch.equal(ends.transfer({"w": torch.arange(3)})["w"], torch.arange(3))
+
+
+@pytest.mark.parametrize("device", ["gpu!", "", None, 3.5], ids=repr)
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"device must be a torch\.device or its name"):
+        transport(device=device)
+
+
+BAD_RANKS = [
+    (4, "rank 4 is not in the group, which has ranks 0 to 3"),
+    (100, "get_group_rank translates global ones"),
+    (-1, "rank -1 is not in the group"),
+    (1, "rank 1 is this process itself"),
+    (1.0, "a rank is an int, not 1.0"),
+    ("0", "a rank is an int, not '0'"),
+    (True, "a rank is an int, not True"),
+    (None, "a rank is an int, not None"),
+]
+
+
+@pytest.mark.parametrize(("rank", "said"), BAD_RANKS)
+def test_a_rank_that_is_not_another_member_of_the_group_is_refused_on_both_sides(
+    rank: Any, said: str
+) -> None:
+    mail = Mailboxes()
+    here = transport(group=SizedGroup(mail, 1))
+    with pytest.raises(ValueError, match="rank") as sending:
+        here.send_checkpoint([0, rank], {"a": 1})
+    with pytest.raises(ValueError, match="rank") as receiving:
+        here.recv_checkpoint(rank)
+    assert said in str(sending.value)
+    assert said in str(receiving.value)
+    assert mail.waiting() == 0
+
+
+def test_a_rank_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 2, 0\] names a rank twice"):
+        transport().send_checkpoint([0, 2, 0], {"a": 1})
+
+
+def test_ranks_come_in_a_list() -> None:
+    with pytest.raises(ValueError, match="dst_ranks is a list of ranks, not 2"):
+        transport().send_checkpoint(2, {"a": 1})  # type: ignore[arg-type]
+
+
+def test_a_bad_argument_is_an_error_of_ours_too() -> None:
+    with pytest.raises(BadArgument) as raised:
+        transport(timeout=0)
+    assert isinstance(raised.value, StateError)
+
+
+@pytest.mark.parametrize("step", [1.0, "3", True, torch.tensor(3), 2**63, -(2**63) - 1], ids=repr)
+def test_a_step_is_an_int(step: Any) -> None:
+    mail = Mailboxes()
+    here = transport(group=Group(mail, 1))
+    with pytest.raises(ValueError, match="step"):
+        here.send_checkpoint([0], {"a": 1}, step=step)
+    with pytest.raises(ValueError, match="step"):
+        here.recv_checkpoint(0, step=step)
+    assert mail.waiting() == 0
+
+
+def test_what_has_only_send_recv_and_rank_is_group_enough() -> None:
+    ends = Ends()
+    state: dict[str, Any] = {"w": torch.randn(3, 4), "step": 7}
+    received = ends.transfer(state)
+    assert torch.equal(received["w"], state["w"])
+    assert received["step"] == 7
+    with pytest.raises(ValueError, match="itself"):
+        ends.receiver.recv_checkpoint(1)
+    with pytest.raises(ValueError, match="rank -1"):
+        ends.receiver.recv_checkpoint(-1)
+
+
+def test_no_destinations_means_nothing_is_sent() -> None:
+    ends = Ends()
+    ends.sender.send_checkpoint([], {"w": torch.ones(3)})
+    assert ends.mail.waiting() == 0
+
+
+def wait_as_long_as_it_takes(rank: int) -> float | None:
+    here = PGTransport(dist.group.WORLD, timedelta.max, "cpu")
+    if rank == 0:
+        here.send_checkpoint([1], {"w": torch.ones(1 << 18)})
+        return None
+    received: Any = here.recv_checkpoint(0)
+    return float(received["w"].sum())
+
+
+def test_a_timeout_too_long_for_the_backend_to_count_does_not_end_at_once(pair: Cluster) -> None:
+    assert pair.run(wait_as_long_as_it_takes) == [None, 1 << 18]
+
+
+def wrong_ranks(rank: int) -> list[str]:
+    """What a real group of two says to a rank outside, and to one's own."""
+    here = PGTransport(dist.group.WORLD, 5, "cpu")
+    said = []
+    for wrong in (2, -1, rank):
+        with pytest.raises(ValueError, match="rank") as raised:
+            here.send_checkpoint([wrong], {})
+        said.append(str(raised.value))
+    return said
+
+
+def test_a_real_group_s_ranks_are_checked(pair: Cluster) -> None:
+    for rank, (outside, negative, own) in enumerate(pair.run(wrong_ranks)):
+        assert outside.startswith("rank 2 is not in the group, which has ranks 0 to 1")
+        assert negative.startswith("rank -1 is not in the group")
+        assert own == f"rank {rank} is this process itself: a transfer needs two"

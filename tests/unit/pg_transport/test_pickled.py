@@ -1,0 +1,385 @@
+"""Pickle: refused before anything of it is loaded, unless the caller says that the peer is trusted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten_with_path
+
+from tests.support.equality import assert_same
+from tests.unit.pg_transport.quacking import Ends
+from torchferry import BadManifest, PeerError, PickleRefused, StateMismatch, Unsendable
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, message_tag
+from torchferry.pg_transport import _prepare_state_dict, _StateDictMeta
+
+PROTO = b"\x80\x04"
+
+
+def short(text: str) -> bytes:
+    """The opcode that pushes a text."""
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def push_pickle(ends: Ends, frame: bytes, payload: list[torch.Tensor] | None = None) -> None:
+    """Send a frame as metadata, as a peer that is not torchferry might."""
+    link = ends.sender._link
+    link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
+    link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    for number, tensor in enumerate(payload or []):
+        link.send(tensor, 1, message_tag(number))
+
+
+def received(frame: bytes, **keywords: Any) -> Any:
+    ends = Ends(**keywords)
+    push_pickle(ends, frame)
+    return ends.receiver.recv_checkpoint(0)
+
+
+class Touch:
+    """Whoever unpickles this leaves a directory behind."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return (os.mkdir, (str(self._path),))
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    return tmp_path / "the-code-has-run"
+
+
+# Each calls os.mkdir with the canary, in its own way, when it is unpickled.
+RUNS: dict[str, Callable[[Path], bytes]] = {
+    "GLOBAL": lambda path: f"cos\nmkdir\n(V{path}\ntR.".encode(),
+    "STACK_GLOBAL": lambda path: pickle.dumps(Touch(path), protocol=4),
+    "INST": lambda path: f"(V{path}\nios\nmkdir\n.".encode(),
+    "OBJ": lambda path: f"(cos\nmkdir\nV{path}\no.".encode(),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_canary_sings_where_pickle_is_allowed_so_that_its_silence_means_something(
+    name: str, canary: Path
+) -> None:
+    with pytest.raises(BadManifest):
+        received(RUNS[name](canary), allow_pickle=True)
+    assert canary.exists()
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"w": [v]}, lambda v: (1, {2: v})])
+def test_a_leaf_that_would_run_code_does_not(
+    protocol: int, wrap: Callable[[object], object], canary: Path
+) -> None:
+    with pytest.raises(PickleRefused):
+        received(pickle.dumps(wrap(Touch(canary)), protocol=protocol))
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_code_behind_plain_data_does_not_run(name: str, canary: Path) -> None:
+    harmless = PROTO + b"]\x94(K\x01K\x02e0"  # builds a list and drops it again
+    with pytest.raises(PickleRefused, match="could run code"):
+        received(harmless + RUNS[name](canary))
+    assert not canary.exists()
+
+
+MEMO = b"\x94"
+REFUSED_OPCODES = {
+    "GLOBAL": b"cos\ngetcwd\n.",
+    "STACK_GLOBAL": PROTO + short("os") + short("getcwd") + b"\x93.",
+    "REDUCE": PROTO + b"N)R.",
+    "INST": b"(ios\ngetcwd\n.",
+    "OBJ": b"(No.",
+    "NEWOBJ": PROTO + b"N)\x81.",
+    "NEWOBJ_EX": PROTO + b"N)}\x92.",
+    "BUILD": PROTO + b"]}b.",
+    "EXT1": PROTO + b"\x82\x01.",
+    "EXT2": PROTO + b"\x83\x01\x00.",
+    "EXT4": PROTO + b"\x84\x01\x00\x00\x00.",
+    "PERSID": b"Pname\n.",
+    "BINPERSID": PROTO + b"NQ.",
+    "BYTEARRAY8": b"\x80\x05\x96" + struct.pack("<Q", 1) + b"a.",
+    "NEXT_BUFFER": b"\x80\x05\x97.",
+    "READONLY_BUFFER": b"\x80\x05N\x98.",
+    "PUT": b"]p1000000000\n.",
+    "LONG_BINPUT": PROTO + b"]r\xff\xff\xff\x3f.",
+    "DICT": b"(NNd.",
+    "SETITEM": PROTO + b"}NNs.",
+    "SETITEMS": PROTO + b"}(NNu.",
+    "ADDITEMS": PROTO + b"\x8f(N\x90.",
+    "FROZENSET": PROTO + b"(N\x91.",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPCODES)
+def test_every_opcode_that_is_not_plain_data_is_refused_by_name_and_nothing_is_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickle, "loads", lambda frame: pytest.fail("it was loaded"))
+    with pytest.raises(PickleRefused, match=rf"the opcode {name} at byte \d+") as raised:
+        received(REFUSED_OPCODES[name])
+    assert "nothing of it was loaded" in str(raised.value)
+    assert "allow_pickle=True" in str(raised.value)
+    assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
+
+
+def test_the_list_of_refused_opcodes_is_whole() -> None:
+    import pickletools
+
+    from torchferry.pg_transport.pickled import _DATA
+
+    assert {opcode.name for opcode in pickletools.opcodes} == _DATA | set(REFUSED_OPCODES)
+
+
+CUT_SHORT = {
+    "nothing": b"\x80",
+    "a text": PROTO + b"\x8c\x10abc",
+    "a line": b"Vno end of line",
+    "no stop": PROTO + b"]",
+    "a number that is none": b"Iseven\n.",
+    "a number too long": b"I" + b"9" * 5000 + b"\n.",
+    "bytes that claim to be many": PROTO + b"\x8e" + struct.pack("<Q", 2**62) + b"abc.",
+}
+
+
+@pytest.mark.parametrize("name", CUT_SHORT)
+def test_what_can_not_be_read_to_its_end_is_refused_too(name: str) -> None:
+    """The unpickler may understand more than the reader, and go on past the place."""
+    with pytest.raises(PickleRefused, match="nothing of it was loaded"):
+        received(CUT_SHORT[name])
+
+
+def test_a_nest_of_shared_tuples_does_not_keep_the_receiver_busy_for_ever() -> None:
+    """A hundred bytes whose hash takes 2**50 steps: data only, and as good as a hang."""
+    bomb = PROTO + b"\x8f(K\x01" + b"2\x86" * 50 + b"\x90."
+    started = time.monotonic()
+    with pytest.raises(PickleRefused):
+        received(bomb)
+    assert time.monotonic() - started < 5
+
+
+DATA_ONLY: list[object] = [
+    None,
+    True,
+    3,
+    2**100,
+    1.5,
+    "text",
+    b"bytes",
+    [],
+    [1, ["x", "x"]],
+    (),
+    (1, (2,)),
+    {},
+    set(),
+]
+
+
+@pytest.mark.parametrize("value", DATA_ONLY, ids=repr)
+def test_a_pickle_of_plain_data_is_no_description_of_a_state(value: object) -> None:
+    with pytest.raises(BadManifest, match=f"a pickled {type(value).__name__}, not a state's"):
+        received(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x00",
+        b"\x00" * 100,
+        b"\xff\xfe",
+        b"\x00garbage",
+        b".",
+        b"0.",
+        PROTO + b"\x00",
+        b"\x80\x63N.",
+        b"TFRY",
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_garbage_is_a_bad_manifest(frame: bytes, allow_pickle: bool) -> None:
+    with pytest.raises(BadManifest):
+        received(frame, allow_pickle=allow_pickle)
+
+
+def test_no_random_bytes_end_in_anything_but_an_error_of_ours() -> None:
+    import random
+
+    rng = random.Random(11)
+    for _ in range(2000):
+        frame = rng.randbytes(rng.randrange(1, 40))
+        with pytest.raises(PeerError):
+            received(frame)
+
+
+class Outside:
+    """A value outside the closed set, which pickles."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outside) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+def both_allow(local: object = None, **receiver: Any) -> Ends:
+    return Ends(local, sender={"allow_pickle": True}, allow_pickle=True, **receiver)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_with_pickle_allowed_on_both_sides_a_leaf_outside_the_closed_set_travels() -> None:
+    state = {"model": {"w": torch.arange(3.0)}, "odd": [Outside(3), len, {Outside(4): 1}]}
+    received = both_allow().transfer(state)
+    assert received["odd"] == state["odd"]
+    assert torch.equal(received["model"]["w"], torch.arange(3.0))
+
+
+def test_with_pickle_allowed_what_would_be_refused_for_its_kind_travels_too() -> None:
+    subclass = torch.ones(2).as_subclass(Subclass)
+    received = both_allow().transfer({"s": subclass})
+    assert type(received["s"]) is Subclass
+    assert received["s"].tolist() == [1, 1]
+
+
+def test_with_pickle_allowed_tensors_still_move_as_bytes_and_in_place() -> None:
+    local = torch.zeros(1000)
+    ends = both_allow({"w": local, "odd": None})
+    received = ends.transfer({"w": torch.ones(1000), "odd": Outside(1)})
+    assert received["w"] is local
+    assert received["odd"] == Outside(1)
+    assert ends.receiver.last_report is not None
+    assert ends.receiver.last_report.payload_bytes == 4000
+    assert ends.receiver.last_report.metadata_bytes < 1000
+
+
+def test_a_pickled_leaf_does_not_go_into_a_tensor() -> None:
+    with pytest.raises(StateMismatch, match="odd: kind: incoming a pickled, local tensor"):
+        both_allow({"odd": torch.zeros(2)}).transfer({"odd": Outside(1)})
+
+
+def test_a_pickled_leaf_is_refused_with_its_path_where_only_the_sender_allows_it(canary: Path) -> None:
+    ends = Ends(sender={"allow_pickle": True})
+    ends.sender.send_checkpoint([1], {"w": torch.ones(2), "model": {"odd": Touch(canary)}})
+    with pytest.raises(PickleRefused, match=r"^model\.odd: .*allow_pickle=True on this side too") as raised:
+        ends.receiver.recv_checkpoint(0)
+    assert raised.value.path == "model.odd"
+    assert not canary.exists()
+    assert ends.mail.waiting() == 0
+
+
+def test_a_leaf_outside_the_closed_set_is_refused_at_the_sender_where_only_the_receiver_allows_it() -> None:
+    ends = Ends(allow_pickle=True)
+    with pytest.raises(Unsendable, match=r"^model\.odd: .*test_pickled\.Outside.*allow_pickle=True on both"):
+        ends.sender.send_checkpoint([1], {"model": {"odd": Outside(1)}})
+    assert ends.mail.waiting() == 0
+
+
+def test_what_pickle_can_not_carry_either_is_refused_at_the_sender() -> None:
+    ends = both_allow()
+    with pytest.raises(Unsendable, match=r"^odd\.0: a function can't be pickled either"):
+        ends.sender.send_checkpoint([1], {"odd": [lambda: 1]})
+    assert ends.mail.waiting() == 0
+
+
+def test_a_pickled_leaf_that_can_not_be_loaded_is_a_bad_manifest_with_its_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = both_allow()
+    ends.sender.send_checkpoint([1], {"odd": Outside(1), "w": torch.ones(2)})
+    monkeypatch.delattr(f"{__name__}.Outside")
+    with pytest.raises(BadManifest, match=r"^odd: a pickled leaf can't be loaded here"):
+        ends.receiver.recv_checkpoint(0)
+    assert ends.mail.waiting() == 0
+
+
+# The ancestor's own frames: a pickled _StateDictMeta, then a message with the whole storage of each tensor.
+
+
+ANCESTRAL = {
+    "w": torch.arange(12.0).view(3, 4),
+    "column": torch.arange(12.0).view(3, 4)[:, 1],
+    "nested": [torch.arange(3), {"lr": 0.5, "name": "x"}],
+}
+
+
+def ancestral(ends: Ends, state: object = ANCESTRAL) -> None:
+    meta, storages = _prepare_state_dict(state, torch.device("cpu"))
+    push_pickle(ends, pickle.dumps(meta), storages)
+
+
+def test_an_ancestor_s_state_is_received_where_pickle_is_allowed() -> None:
+    ends = Ends(allow_pickle=True)
+    ancestral(ends)
+    received = ends.receiver.recv_checkpoint(0)
+    assert_same(ANCESTRAL, received)
+    assert ends.mail.waiting() == 0
+
+
+def test_an_ancestor_s_state_is_received_in_place_with_all_checks() -> None:
+    local: dict[str, Any] = {
+        "w": torch.zeros(4, 3).t(),
+        "column": torch.zeros(3),
+        "nested": [torch.zeros(3), {}],
+    }
+    local["nested"][0] = torch.zeros(3, dtype=torch.int64)
+    local["nested"][1] = {"lr": 0.0, "name": ""}
+    ends = Ends(local, allow_pickle=True)
+    ancestral(ends)
+    received: Any = ends.receiver.recv_checkpoint(0)
+    assert received["w"] is local["w"]
+    assert torch.equal(local["w"], ANCESTRAL["w"])  # type: ignore[arg-type]
+    assert local["column"].tolist() == [1, 5, 9]
+    ends = Ends({"w": torch.zeros(5)}, allow_pickle=True)
+    ancestral(ends)
+    with pytest.raises(StateMismatch):
+        ends.receiver.recv_checkpoint(0)
+    assert ends.mail.waiting() == 0
+
+
+def test_an_ancestor_s_state_is_refused_where_pickle_is_not_allowed() -> None:
+    ends = Ends()
+    ancestral(ends)
+    with pytest.raises(PickleRefused):
+        ends.receiver.recv_checkpoint(0)
+
+
+def test_an_ancestor_s_description_that_is_not_sound_is_a_bad_manifest() -> None:
+    meta, _ = _prepare_state_dict({"w": torch.arange(4.0)}, torch.device("cpu"))
+    leaf: Any = meta.non_tensor_leaves[0]
+    for change in (
+        {"nbytes": 3},
+        {"nbytes": -1},
+        {"storage_offset": -1},
+        {"stride": (100,)},
+        {"shape": None},
+    ):
+        broken = type(leaf)(**{**vars(leaf), **change})
+        frame = pickle.dumps(_StateDictMeta(meta.treespec, meta.paths, [broken]))
+        with pytest.raises(BadManifest):
+            received(frame, allow_pickle=True)
+    too_few = pickle.dumps(_StateDictMeta(meta.treespec, meta.paths, []))
+    with pytest.raises(BadManifest):
+        received(too_few, allow_pickle=True)
+
+
+def test_the_ancestor_s_description_is_made_as_the_contract_says() -> None:
+    meta, storages = _prepare_state_dict(ANCESTRAL, torch.device("cpu"))
+    assert [path for path, _ in tree_flatten_with_path(ANCESTRAL)[0]] == meta.paths
+    assert [storage.numel() for storage in storages] == [48, 48, 24]

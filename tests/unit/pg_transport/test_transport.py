@@ -1,0 +1,381 @@
+"""PGTransport between two ends: steps, what is received in place, reports and logs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cluster import Cluster
+from tests.unit.pg_transport.quacking import Ends, Group
+from torchferry import (
+    BadManifest,
+    PGTransport,
+    StateMismatch,
+    StepMismatch,
+    UnknownType,
+    Unsendable,
+)
+
+STATE: dict[str, Any] = {"w": torch.arange(6.0).view(2, 3), "b": torch.arange(3), "lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked"), [(None, None), (3, None), (3, 3), (0, 0), (-1, -1), (2**63 - 1, 2**63 - 1)]
+)
+def test_a_step_is_optional_on_both_sides(sent: int | None, asked: int | None) -> None:
+    ends = Ends()
+    ends.sender.send_checkpoint([1], STATE, step=sent)
+    received: Any = ends.receiver.recv_checkpoint(0, step=asked)
+    assert received["lr"] == 0.5
+
+
+@pytest.mark.parametrize(("sent", "shown"), [(3, "as step 3"), (None, "without a step")])
+def test_a_step_that_is_asked_for_must_be_the_one_that_was_sent(sent: int | None, shown: str) -> None:
+    local = {"w": torch.zeros(2, 3), "b": torch.zeros(3, dtype=torch.int64), "lr": 0.0}
+    ends = Ends(local)
+    ends.sender.send_checkpoint([1], STATE, step=sent)
+    with pytest.raises(StepMismatch) as raised:
+        ends.receiver.recv_checkpoint(0, step=4)
+    assert (raised.value.wanted, raised.value.got, raised.value.peer) == (4, sent, 0)
+    assert "step 4" in str(raised.value)
+    assert shown in str(raised.value)
+    assert torch.equal(local["w"], torch.zeros(2, 3))  # type: ignore[arg-type]
+    assert ends.mail.waiting() == 0
+
+
+def test_without_a_callback_tensors_are_fresh_and_on_the_cpu() -> None:
+    received = Ends().transfer(STATE)
+    assert received["w"].device == torch.device("cpu")
+    assert received["w"].data_ptr() != STATE["w"].data_ptr()
+
+
+def test_with_a_callback_the_received_state_holds_the_very_tensors() -> None:
+    w, parameter = torch.zeros(2, 3), torch.nn.Parameter(torch.zeros(3))
+    local = {"model": {"w": w, "p": parameter}, "lr": 0.1}
+    ends = Ends(local)
+    sent = {"model": {"w": torch.ones(2, 3), "p": torch.full((3,), 2.0)}, "lr": 0.2}
+    received = ends.transfer(sent)
+    assert received["model"]["w"] is w
+    assert received["model"]["p"] is parameter
+    assert received["lr"] == 0.2
+    assert local["lr"] == 0.1, "values are returned, the local containers are not changed"
+    assert w.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert parameter.tolist() == [2, 2, 2]
+    assert parameter.requires_grad
+
+
+def test_the_callback_is_asked_at_each_receive() -> None:
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    ends = Ends()
+    fresh = iter(tensors)
+    ends.receiver = PGTransport(ends.group, 10, "cpu", lambda: {"w": next(fresh)})
+    for n, tensor in enumerate(tensors):
+        assert ends.transfer({"w": torch.full((2,), float(n))})["w"] is tensor
+    assert [tensor.tolist() for tensor in tensors] == [[0, 0], [1, 1]]
+
+
+def test_where_the_layouts_agree_the_group_writes_into_the_tensor_s_own_memory() -> None:
+    whole = torch.zeros(10, 4)
+    local = {"plain": torch.zeros(3, 5), "turned": torch.zeros(4, 6).t(), "rows": whole[2:5]}
+    ends = Ends(local)
+    ends.transfer({"plain": torch.ones(3, 5), "turned": torch.ones(4, 6).t(), "rows": torch.ones(3, 4)})
+    assert ends.group.received_into[2:] == [(t.data_ptr(), t.nbytes) for t in local.values()]
+    assert whole.sum() == 12, "the neighbours keep their values"
+
+
+def test_a_model_is_healed_in_place_and_goes_on_like_the_other() -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        batch = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    healthy, lost = made(1), made(2)
+    step(*healthy, seed=1)
+    step(*lost, seed=9)
+    ends = Ends(state_of(*lost))
+    ends.transfer(state_of(*healthy))
+    for pair in (healthy, lost):
+        step(*pair, seed=5)
+    for ours, theirs in zip(healthy[0].state_dict().values(), lost[0].state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+LOCAL_KEYS = ("both", "mine", "nested")
+
+
+def local_state() -> dict[str, Any]:
+    return {
+        "both": torch.zeros(2),
+        "mine": torch.full((2,), 7.0),
+        "nested": {"a": torch.zeros(2), "name": "old", "mine": "kept"},
+    }
+
+
+LENIENT = {
+    "theirs": torch.ones(5),
+    "both": torch.ones(2),
+    "nested": {"a": torch.full((2,), 2.0), "name": "new", "theirs": 3},
+}
+
+
+def test_by_default_a_path_that_only_one_side_has_is_a_mismatch() -> None:
+    local = local_state()
+    with pytest.raises(StateMismatch) as raised:
+        Ends(local).transfer(LENIENT)
+    assert [(m.path, m.incoming == "nothing", m.local == "nothing") for m in raised.value.mismatches] == [
+        ("theirs", False, True),
+        ("nested.theirs", False, True),
+        ("mine", True, False),
+        ("nested.mine", True, False),
+    ]
+    assert local["both"].tolist() == [0, 0]
+
+
+def test_without_strict_what_matches_is_taken_and_all_else_is_left_alone() -> None:
+    local = local_state()
+    ends = Ends(local, strict=False)
+    received = ends.transfer(LENIENT)
+    assert list(received) == list(local)
+    assert received["both"] is local["both"]
+    assert received["both"].tolist() == [1, 1]
+    assert received["mine"] is local["mine"]
+    assert received["mine"].tolist() == [7, 7]
+    assert received["nested"]["a"] is local["nested"]["a"]
+    assert received["nested"]["a"].tolist() == [2, 2]
+    assert received["nested"]["name"] == "new"
+    assert received["nested"]["mine"] == "kept"
+    assert "theirs" not in received["nested"]
+    assert ends.mail.waiting() == 0
+
+
+def test_without_strict_a_path_that_both_have_must_still_fit() -> None:
+    local = {"w": torch.zeros(3), "mine": 1}
+    with pytest.raises(StateMismatch, match=r"w: shape: incoming \[2\], local \[3\]"):
+        Ends(local, strict=False).transfer({"w": torch.ones(2), "theirs": 2})
+    assert local["w"].tolist() == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+def test_without_strict_a_local_value_that_could_not_travel_is_kept() -> None:
+    hook = len
+    received = Ends({"w": torch.zeros(2), "hook": hook}, strict=False).transfer({"w": torch.ones(2)})
+    assert received["hook"] is hook
+    assert received["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("length", [0, -1, -(2**63), 1001, 2**62])
+def test_a_length_of_metadata_that_can_not_be_is_refused_before_memory_is_set_aside(length: int) -> None:
+    ends = Ends(max_metadata_bytes=1000)
+    ends.sender.send_checkpoint([1], {"a": 1})
+    (first, *_) = ends.mail.boxes.values()
+    first[0].fill_(length)
+    with pytest.raises(BadManifest, match=f"announces {length} bytes of metadata; from 1 to 1000") as raised:
+        ends.receiver.recv_checkpoint(0)
+    assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
+    assert [nbytes for _, nbytes in ends.group.received_into] == [8], "nothing but the length was received"
+
+
+def test_metadata_of_just_the_allowed_length_is_accepted() -> None:
+    ends = Ends()
+    ends.transfer({"a": 1})
+    assert ends.receiver.last_report is not None
+    size = ends.receiver.last_report.metadata_bytes
+    assert Ends(max_metadata_bytes=size, sender={"max_metadata_bytes": size}).transfer({"a": 1}) == {"a": 1}
+    with pytest.raises(BadManifest, match="max_metadata_bytes"):
+        Ends(max_metadata_bytes=size - 1).transfer({"a": 1})
+    with pytest.raises(Unsendable, match="max_metadata_bytes"):
+        Ends(sender={"max_metadata_bytes": size - 1}).transfer({"a": 1})
+
+
+def test_a_report_says_what_was_moved_and_how_long_each_phase_took() -> None:
+    assert Ends().sender.last_report is None
+    ends = Ends()
+    ends.transfer(STATE)
+    sent, received = ends.sender.last_report, ends.receiver.last_report
+    assert sent is not None
+    assert received is not None
+    assert (sent.peers, received.peers) == ((1,), (0,))
+    assert sent.payload_bytes == received.payload_bytes == 24 + 24
+    assert sent.messages == received.messages == 2
+    assert sent.metadata_bytes == received.metadata_bytes > 0
+    assert list(sent.phases_s) == ["describe", "send metadata", "send tensors"]
+    assert list(received.phases_s) == ["receive metadata", "compare", "receive tensors", "assemble"]
+    assert sent.seconds == sum(sent.phases_s.values()) > 0
+
+
+def test_a_transfer_that_failed_does_not_change_the_report() -> None:
+    ends = Ends()
+    ends.transfer(STATE)
+    sent, received = ends.sender.last_report, ends.receiver.last_report
+    with pytest.raises(Unsendable):
+        ends.sender.send_checkpoint([1], {"f": len})
+    assert ends.sender.last_report is sent
+    ends.sender.send_checkpoint([1], STATE)
+    with pytest.raises(StepMismatch):
+        ends.receiver.recv_checkpoint(0, step=1)
+    assert ends.receiver.last_report is received
+
+
+def test_phases_are_logged_at_debug_and_nothing_above(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        Ends().transfer(STATE)
+    ours = [record for record in caplog.records if record.name.startswith("torchferry")]
+    assert {record.levelno for record in ours} == {logging.DEBUG}
+    for phase in ("send: describe", "send: send tensors", "receive: compare", "receive: assemble"):
+        assert [r.getMessage() for r in ours if r.getMessage() == f"{phase} started"]
+        assert [r.getMessage() for r in ours if r.getMessage().startswith(f"{phase} complete after ")]
+
+
+def test_a_phase_that_failed_is_logged_as_failed_and_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG), pytest.raises(StateMismatch):
+        Ends({"w": torch.zeros(1)}).transfer(STATE)
+    ours = [record for record in caplog.records if record.name.startswith("torchferry")]
+    assert {record.levelno for record in ours} == {logging.DEBUG}
+    assert [r for r in ours if r.getMessage().startswith("receive: compare failed after ")]
+
+
+def test_the_contract_s_own_timer_logs_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    from torchferry.pg_transport import _timeit
+
+    with caplog.at_level(logging.DEBUG), _timeit("this"):
+        pass
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.DEBUG]
+
+
+def test_nothing_is_sent_if_something_can_not_be() -> None:
+    ends = Ends()
+    with pytest.raises(Unsendable, match=r"^model\.hook: a value of type builtins\.function"):
+        ends.sender.send_checkpoint([1], {"model": {"w": torch.ones(2), "hook": lambda: 1}})
+    assert ends.mail.waiting() == 0
+
+
+def test_a_state_goes_to_several_ranks() -> None:
+    ends = Ends()
+    ends.sender.send_checkpoint([1, 2], STATE)
+    other = PGTransport(Group(ends.mail, 2), 10, "cpu")
+    for receiver in (ends.receiver, other):
+        received: Any = receiver.recv_checkpoint(0)
+        assert torch.equal(received["w"], STATE["w"])
+    assert ends.mail.waiting() == 0
+
+
+def test_two_transfers_one_after_the_other_are_not_mixed_up() -> None:
+    ends = Ends()
+    for n in range(3):
+        ends.sender.send_checkpoint([1], {"n": n, "w": torch.full((n + 1,), n)})
+    for n in range(3):
+        received: Any = ends.receiver.recv_checkpoint(0)
+        assert received["n"] == n
+        assert received["w"].tolist() == [n] * (n + 1)
+
+
+# Over real processes: that the sender finishes is only seen where a send waits for its receiver.
+
+
+def sent_state() -> dict[str, Any]:
+    tensors = {f"t{n}": torch.full((1000,), float(n)) for n in range(50)}
+    return {**tensors, "shape": torch.ones(3), "dtype": torch.ones(3), "theirs": torch.ones(3), "ok": 1}
+
+
+def mismatched(rank: int) -> Any:
+    here = PGTransport(dist.group.WORLD, 10, "cpu", local_that_does_not_fit if rank else None)
+    if rank == 0:
+        here.send_checkpoint([1], sent_state())
+        assert here.last_report is not None
+        return here.last_report.messages
+    with pytest.raises(StateMismatch) as raised:
+        here.recv_checkpoint(0)
+    untouched = all(
+        value.eq(-1).all() for value in kept_by_the_receiver.values() if isinstance(value, torch.Tensor)
+    )
+    return raised.value, untouched
+
+
+kept_by_the_receiver: dict[str, Any] = {}
+
+
+def local_that_does_not_fit() -> dict[str, Any]:
+    local: dict[str, Any] = {f"t{n}": torch.full((1000,), -1.0) for n in range(50)}
+    local |= {"shape": torch.full((4,), -1.0), "dtype": torch.full((3,), -1), "mine": torch.full((2,), -1.0)}
+    local["ok"] = torch.full((1,), -1.0)
+    kept_by_the_receiver.update(local)
+    return local
+
+
+def test_a_mismatch_lists_every_path_changes_nothing_and_lets_the_sender_finish(pair: Cluster) -> None:
+    messages, (error, untouched) = pair.run(mismatched)
+    assert messages == 53
+    assert untouched
+    assert {str(m) for m in error.mismatches} == {
+        "theirs: no such path here: incoming tensor float32[3], local nothing",
+        "mine: the peer has no such path: incoming nothing, local tensor float32[2]",
+        "shape: shape: incoming [3], local [4]",
+        "dtype: dtype: incoming float32, local int64",
+        "ok: kind: incoming a value, local tensor float32[1]",
+    }
+    for mismatch in error.mismatches:
+        assert str(mismatch) in str(error)
+    assert (error.peer, error.phase) == (0, "compare")
+    # The group is in order: the next transfer works.
+    assert pair.run(sent_and_received) == [None, [1.0, 1.0]]
+
+
+def sent_and_received(rank: int) -> list[float] | None:
+    here = PGTransport(dist.group.WORLD, 10, "cpu")
+    if rank == 0:
+        here.send_checkpoint([1], {"w": torch.ones(2)})
+        return None
+    received: Any = here.recv_checkpoint(0)
+    values: list[float] = received["w"].tolist()
+    return values
+
+
+def refused_by_the_receiver(rank: int) -> tuple[str, bool]:
+    """Each refusal in turn; the sender must come through all of them."""
+    here = PGTransport(dist.group.WORLD, 10, "cpu")
+    trusting = PGTransport(dist.group.WORLD, 10, "cpu", allow_pickle=True)
+    if rank == 0:
+        here.send_checkpoint([1], {"w": torch.zeros(1 << 20)}, step=3)
+        trusting.send_checkpoint([1], {"w": torch.zeros(1 << 20), "f": len})
+        here.send_checkpoint([1], {"w": torch.ones(2)})
+        return "", True
+    names = []
+    for step in (4, None):
+        try:
+            here.recv_checkpoint(0, step=step)
+        except Exception as error:
+            names.append(type(error).__name__)
+    received: Any = here.recv_checkpoint(0)
+    return ", ".join(names), received["w"].tolist() == [1, 1]
+
+
+def test_other_refusals_let_the_sender_finish_too(pair: Cluster) -> None:
+    assert pair.run(refused_by_the_receiver) == [("", True), ("StepMismatch, PickleRefused", True)]
+
+
+def test_unknown_types_are_refused_in_the_phase_that_compares() -> None:
+    from dataclasses import make_dataclass
+
+    from torchferry import register
+    from torchferry.tensors import registry
+
+    passing = register(make_dataclass("Passing", ["x"], namespace={"__module__": __name__}))
+    ends = Ends()
+    ends.sender.send_checkpoint([1], {"at": passing(1), "w": torch.ones(2)})
+    del registry._types[f"{__name__}.Passing"]
+    with pytest.raises(UnknownType) as raised:
+        ends.receiver.recv_checkpoint(0)
+    assert (raised.value.peer, raised.value.phase) == (0, "compare")
+    assert ends.mail.waiting() == 0

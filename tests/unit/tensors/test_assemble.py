@@ -1,0 +1,150 @@
+"""What a peer sent is built only if it is sound; what is malformed is refused, by its path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchferry.core.codec import Envelope, encode
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.core.plan import make_plan
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, message_tag
+from torchferry.engine import Pull, pull
+from torchferry.errors import BadManifest, FerryError
+from torchferry.testing import MemoryNetwork
+
+WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)
+BYTES = TensorSpec("uint8", 1, (2, 8), (8, 1), 0, 0)
+MESH = {"device": "cpu", "ranks": [0, 1], "sizes": [[2]], "strides": [[1]], "names": None}
+
+
+def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
+    """Receive a state that holds one leaf at `model.odd`, with a payload of zeros."""
+    inner, outer = Branch("dict", (0,), ("odd",)), Branch("dict", (~1,), ("model",))
+    manifest = Manifest(~0, (outer, inner), (leaf,), tensors, (64,) if tensors else ())
+    frame = encode(Envelope(manifest, 1 << 20))
+    network = MemoryNetwork()
+    link = network.link(0)
+    link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
+    link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    for message in make_plan(manifest).messages:
+        link.send(torch.zeros(message.nbytes, dtype=torch.uint8), 1, message_tag(message.number))
+    terms = Pull(5, 1 << 20, target=None if into is None else lambda: {"model": {"odd": into}})
+    try:
+        return pull(network.link(1), 0, terms)[0]
+    finally:
+        assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
+
+
+SOUND = {
+    "tensor": (Leaf("tensor", (0,)), WORDS),
+    "dtensor": (
+        Leaf(
+            "dtensor",
+            (0,),
+            {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2]},
+            {"grad": 0, "stride": [2, 1], "mesh": MESH},
+        ),
+        WORDS,
+    ),
+    "ndarray": (Leaf("ndarray", (0,), {"dtype": "<i8", "backwards": [0]}, {"writeable": True}), BYTES),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_the_examples_are_sound_until_they_are_changed(name: str) -> None:
+    assert "odd" in receive(*SOUND[name])["model"]
+
+
+SPARSE_FORM = {"layout": "torch.sparse_coo", "size": [2, 2]}
+MALFORMED = {
+    "a tensor of no parts": Leaf("tensor", ()),
+    "a tensor of two parts": Leaf("tensor", (0, 0)),
+    "a tensor with a form": Leaf("tensor", (0,), [1]),
+    "a tensor with odd traits": Leaf("tensor", (0,), None, "grad"),
+    "a sparse of one part": Leaf("sparse", (0,), SPARSE_FORM, {"grad": 0, "coalesced": True}),
+    "a sparse without traits": Leaf("sparse", (0, 0), SPARSE_FORM),
+    "a sparse without size": Leaf("sparse", (0, 0), {"layout": "x"}, {"grad": 0, "coalesced": True}),
+    "a sparse of a size that fits nothing": Leaf(
+        "sparse", (0, 0), {"layout": "torch.sparse_coo", "size": [2]}, {"grad": 0, "coalesced": True}
+    ),
+    "a sparse of a layout that is not known": Leaf(
+        "compressed", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
+    ),
+    "a dtensor without mesh": Leaf(
+        "dtensor", (0,), SOUND["dtensor"][0].fixed, {"grad": 0, "stride": [2, 1], "mesh": None}
+    ),
+    "a dtensor on a mesh that can't be": Leaf(
+        "dtensor",
+        (0,),
+        SOUND["dtensor"][0].fixed,
+        {"grad": 0, "stride": [2, 1], "mesh": {**MESH, "sizes": [[7], [3]]}},
+    ),
+    "a dtensor of a placement that is not known": Leaf(
+        "dtensor",
+        (0,),
+        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2]},
+        SOUND["dtensor"][0].traits,
+    ),
+    "a sharded of more shards than parts": Leaf(
+        "sharded",
+        (0,),
+        {"size": [4, 2], "shards": []},
+        {"all": [], "dtype": Special(33, b""), "requires_grad": False, "memory_format": None},
+    ),
+    "an ndarray of a dtype that is none": Leaf(
+        "ndarray", (0,), {"dtype": "<q9", "backwards": []}, {"writeable": True}
+    ),
+    "an ndarray of objects": Leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, {"writeable": True}),
+    "an ndarray of another item size": Leaf(
+        "ndarray", (0,), {"dtype": "<i4", "backwards": []}, {"writeable": True}
+    ),
+    "an ndarray without traits": Leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
+    "a value that is a piece of code": Leaf("value", traits=Special(99, b"\xc0")),
+    "a value cut short": Leaf("value", traits=Special(3, b"\xc4\x01a")),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_leaf_is_refused_by_its_path(name: str) -> None:
+    leaf = MALFORMED[name]
+    tensors = [BYTES if leaf.kind == "ndarray" else WORDS] if leaf.parts or leaf.kind == "tensor" else []
+    with pytest.raises(BadManifest, match=r"^model\.odd: ") as raised:
+        receive(leaf, *tensors)
+    assert (raised.value.path, raised.value.peer) == ("model.odd", 0)
+
+
+def test_in_place_a_malformed_leaf_is_refused_before_anything_is_written() -> None:
+    local = torch.eye(2, dtype=torch.int64).to_sparse()
+    before = local.to_dense()
+    form = {"layout": "torch.sparse_coo", "size": [2, 2]}
+    values = TensorSpec("int64", 8, (2,), (1,), 0, 32)
+    with pytest.raises(BadManifest, match=r"^model\.odd: a malformed sparse"):
+        receive(Leaf("sparse", (0, 1), form, {"grad": 0}), WORDS, values, into=local)
+    assert torch.equal(local.to_dense(), before)
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        Branch("hologram", (0,)),
+        Branch("namedtuple", (0,), ("x",), None),
+        Branch("dataclass", (0,), ("x",), "os.system"),
+        Branch("dataclass", (0,), (1,), "torch.Tensor"),
+        Branch("defaultdict", (0,), ("x",), "eval"),
+        Branch("deque", (0,), None, "long"),
+        Branch("deque", (0,), None, -1),
+        Branch("dict", (0,), (Special(17, b"\x90"),)),
+    ],
+    ids=lambda branch: f"{branch.kind} {branch.extra}",
+)
+def test_a_malformed_container_is_refused_and_names_nothing_that_is_imported(branch: Branch) -> None:
+    manifest = Manifest(~0, (branch,), (Leaf("value"),), (), ())
+    frame = encode(Envelope(manifest, 1 << 20))
+    network = MemoryNetwork()
+    network.link(0).send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
+    network.link(0).send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    with pytest.raises(FerryError):
+        pull(network.link(1), 0, Pull(5, 1 << 20))

@@ -1,0 +1,272 @@
+"""Containers: every one that is found in states comes back as the same type, with all that is set on it."""
+
+from __future__ import annotations
+
+import collections
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
+from torchferry import register
+from torchferry.core.tree import MAX_DEPTH
+
+
+@register
+class Point(NamedTuple):
+    x: object
+    y: object = None
+
+
+Pair = collections.namedtuple("Pair", "left right")
+register(Pair)
+
+
+@register
+@dataclass
+class Loader:
+    epoch: int
+    seen: list[Any] = field(default_factory=list)
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    weight: torch.Tensor
+    inner: object = None
+
+
+@register
+@dataclass
+class Picky:
+    """Would not be made again by its constructor."""
+
+    value: int
+    doubled: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.value == 13:
+            raise ValueError("it must not be called on arrival")
+        self.doubled = 2 * self.value
+
+
+def picky_beyond_its_constructor() -> Picky:
+    picky = Picky(1)
+    picky.value = 13
+    return picky
+
+
+def counter_of_what_is_no_count() -> Counter[str]:
+    counter: Any = Counter(a=1)
+    counter["b"], counter["c"] = torch.ones(1), None
+    return counter  # type: ignore[no-any-return]
+
+
+CONTAINERS = {
+    "dict": {"a": {"b": torch.ones(2)}, 1: {}},
+    "list": [torch.ones(2), [], [[1]]],
+    "tuple": (torch.ones(2), (), ((1,),)),
+    "OrderedDict": OrderedDict(b=1, a=torch.ones(2)),
+    "defaultdict": defaultdict(list, a=[torch.ones(2)]),
+    "defaultdict of dicts": defaultdict(dict, a={}),
+    "defaultdict without factory": defaultdict(None, a=1),
+    "Counter": Counter({3: 1, 7: 2}),
+    "Counter of what is no count": counter_of_what_is_no_count(),
+    "deque": deque([torch.ones(2), 1]),
+    "deque with a limit": deque([1, 2], maxlen=2),
+    "namedtuple": Point(torch.ones(2), Point(1)),
+    "collections.namedtuple": Pair(1, [torch.ones(2)]),
+    "dataclass": Loader(3, [torch.ones(2)]),
+    "dataclass, frozen with slots": Frozen(torch.ones(2), {"a": (1,)}),
+    "dataclass, with its own mind": picky_beyond_its_constructor(),
+    "all in one another": [{"a": (deque([OrderedDict(x=Point(Loader(1), {2: Frozen(torch.ones(1))}))]),)}],
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_container_arrives_as_it_was(name: str) -> None:
+    assert_same(CONTAINERS[name], ferry(CONTAINERS[name]).state)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_container_is_found_again_in_place(name: str) -> None:
+    local = ferry(CONTAINERS[name]).state
+    mine = tensors_in(local)
+    for tensor in mine:
+        tensor.zero_()
+    received = ferry(CONTAINERS[name], into=local).state
+    assert_same(CONTAINERS[name], received)
+    assert [id(tensor) for tensor in tensors_in(received)] == [id(tensor) for tensor in mine]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    return (
+        [t for child in value for t in tensors_in(child)]
+        if not isinstance(value, (int, str, type(None)))
+        else []
+    )
+
+
+def test_a_counter_still_counts_and_a_defaultdict_still_fills() -> None:
+    received = ferry({"c": Counter("aab"), "d": defaultdict(int, x=1)}).state
+    assert received["c"].most_common(1) == [("a", 2)]
+    assert received["d"]["new"] == 0
+
+
+def test_a_module_s_metadata_is_kept() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    state = model.state_dict()
+    received = ferry({"model": state, "step": 3}).state["model"]
+    assert_same(state, received)
+    assert received._metadata == state._metadata  # type: ignore[attr-defined]
+    assert received._metadata["1"] == {"version": 2}
+    assert type(received._metadata) is OrderedDict
+
+
+def test_in_place_the_metadata_that_arrives_is_the_one_that_is_returned() -> None:
+    incoming, local = torch.nn.BatchNorm1d(3).state_dict(), torch.nn.BatchNorm1d(3).state_dict()
+    local._metadata[""]["version"] = 1  # type: ignore[attr-defined]
+    received = ferry(incoming, into=local).state
+    assert received._metadata[""]["version"] == 2
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_s_state_arrives_fresh_and_in_place(name: str) -> None:
+    def after_a_step(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = (
+                model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().mean()
+            )
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    state = after_a_step(1)
+    assert_same(state, ferry(state).state)
+    if name != "LBFGS":  # whose history is as long as it happened to be
+        local = after_a_step(2)
+        received = ferry(state, into=local).state
+        assert_same(state, received)
+        own = {name: value for name, value in local["state"][0].items() if isinstance(value, torch.Tensor)}
+        assert own
+        assert all(received["state"][0][name] is tensor for name, tensor in own.items())
+
+
+SCHEDULERS: dict[str, Any] = {
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 3, 7]),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_s_state_arrives(name: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    state = SCHEDULERS[name](optimizer).state_dict()
+    assert_same(state, ferry(state).state)
+
+
+class Unregistered(NamedTuple):
+    x: int
+
+
+@dataclass
+class Stranger:
+    x: int
+
+
+class Mapping(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    pass
+
+
+def loader_with_more() -> Loader:
+    loader = Loader(1)
+    loader.more = 2  # type: ignore[attr-defined]
+    return loader
+
+
+REFUSED = {
+    "a namedtuple": (Unregistered(1), ["test_branches.Unregistered", "torchferry.register", "both sides"]),
+    "a dataclass": (Stranger(1), ["test_branches.Stranger", "torchferry.register"]),
+    "a subclass of dict": (Mapping(), ["test_branches.Mapping", "built-in container"]),
+    "a subclass of OrderedDict": (Ordered(), ["test_branches.Ordered", "built-in container"]),
+    "a defaultdict of its own making": (defaultdict(lambda: 1), ["defaultdict", "lambda", "Convert it"]),
+    "a dataclass with more than its fields": (loader_with_more(), ["test_branches.Loader", "(more)"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_container_that_is_not_known_is_refused_with_its_path_type_and_advice(name: str) -> None:
+    value, said = REFUSED[name]
+    message = refusal_at_a_path(value)
+    assert [words for words in said if words not in message] == []
+
+
+def test_what_is_set_on_a_container_and_can_not_travel_is_refused() -> None:
+    ordered = OrderedDict(a=1)
+    ordered.hook = len  # type: ignore[attr-defined]
+    assert "builtin_function" in refusal_at_a_path(ordered)
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, Any] = {"weight": torch.ones(2), "nested": {"list": []}}
+    state["nested"]["list"].append(state)
+    error = refusal_of(state)
+    assert str(error).startswith("nested.list.0.nested.list.0.nested.list…: a ")
+    assert "contains itself" in str(error)
+    assert error.path == "nested.list.0.nested.list.0.nested.list…"
+
+
+def test_a_state_that_contains_itself_many_times_is_refused_in_no_time() -> None:
+    state: list[Any] = []
+    state.extend([state] * 10)
+    refusal_of(state)
+
+
+def nested(depth: int) -> list[Any]:
+    state: list[Any] = [torch.ones(1)]
+    for _ in range(depth - 1):
+        state = [state]
+    return state
+
+
+def test_states_are_carried_up_to_the_greatest_depth_and_no_deeper() -> None:
+    received = ferry(nested(MAX_DEPTH)).state
+    for _ in range(MAX_DEPTH):
+        (received,) = received
+    assert torch.equal(received, torch.ones(1))
+    assert f"deeper than {MAX_DEPTH}" in str(refusal_of(nested(MAX_DEPTH + 1)))

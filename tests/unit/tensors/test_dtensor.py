@@ -1,0 +1,236 @@
+"""DTensors: the local part and the placements arrive, and the mesh is the receiver's.
+
+Here one process plays rank 1 of 4; real ranks are in tests/fsdp and tests/ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from tests.unit.tensors.refusing import refusal_at_a_path
+from torchferry.errors import StateMismatch
+from torchferry.tensors.kinds import Site
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Two by two; this process is at (0, 1)."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    dist.destroy_process_group()
+
+
+def on(mesh: DeviceMesh, *placements: Placement, local: torch.Tensor | None = None) -> DTensor:
+    if local is None:
+        local = torch.arange(6.0).view(2, 3)
+    built = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size((4, 6)), stride=(6, 1)
+    )
+    assert isinstance(built, DTensor)
+    return built
+
+
+EXAMPLES: dict[str, Callable[[DeviceMesh], Any]] = {
+    "sharded twice": lambda mesh: on(mesh, Shard(0), Shard(1)),
+    "replicated and sharded": lambda mesh: on(mesh, Replicate(), Shard(0)),
+    "sharded within shards": lambda mesh: on(mesh, _StridedShard(0, split_factor=2), Shard(0)),
+    "partial": lambda mesh: on(mesh, Partial(), Replicate()),
+    "partial, the largest": lambda mesh: on(mesh, Partial("max"), Partial("max")),
+    "on a slice of the mesh": lambda mesh: on(mesh["inner"], Shard(1)),
+    "on the flattened mesh": lambda mesh: on(mesh._flatten(), Shard(0)),
+    "that requires grad": lambda mesh: on(mesh, Shard(0), Replicate()).detach().requires_grad_(),
+    "parameter": lambda mesh: torch.nn.Parameter(on(mesh, Shard(0), Replicate())),
+    "of a strided local part": lambda mesh: on(
+        mesh, Shard(0), Replicate(), local=torch.arange(12.0).view(4, 3)[::2]
+    ),
+    "of bfloat16": lambda mesh: on(mesh, Shard(0), Replicate(), local=torch.ones(2, 3, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_placement_arrives_on_an_equal_mesh_seen_from_this_rank(name: str, mesh: DeviceMesh) -> None:
+    original = EXAMPLES[name](mesh)
+    received = ferry({"d": original}).state["d"]
+    assert_same(original, received)
+    assert received._spec == original._spec
+    assert received.device_mesh == original.device_mesh
+    assert received.device_mesh.mesh_dim_names == original.device_mesh.mesh_dim_names
+    assert received.device_mesh.get_coordinate() == original.device_mesh.get_coordinate()
+    assert received.device_mesh.get_all_groups() == original.device_mesh.get_all_groups()
+
+
+def test_operations_on_what_arrived_leave_the_living_mesh_its_groups(mesh: DeviceMesh) -> None:
+    """torch remembers results by what went in, and hands out one of two equal meshes for the other."""
+    original = on(mesh, Shard(0), Shard(1))
+    state: dict[str, Any] = {
+        "tensor": original,
+        "parameter": torch.nn.Parameter(on(mesh, Shard(1), Shard(1))),
+    }
+    received = ferry(state).state
+    received["tensor"] * 7
+    received["tensor"] + original
+    results: list[Any] = [original * 7, original + original, state["parameter"].detach()]
+    for result in results:
+        result.full_tensor()
+
+
+def test_groups_that_meshes_are_made_with_are_taken_before_others(mesh: DeviceMesh) -> None:
+    """Two groups of the same ranks: ranks that disagree on which to use would wait for each other."""
+    dist.new_group([0, 1])
+    received = ferry({"d": on(mesh, Shard(0), Shard(1))}).state["d"]
+    assert received.device_mesh.get_group("inner") == mesh.get_group("inner")
+
+
+def test_a_mesh_that_this_process_is_not_in_has_no_groups_here(mesh: DeviceMesh) -> None:
+    elsewhere = DeviceMesh("cpu", [2, 3], _init_backend=False)
+    original = DTensor.from_local(
+        torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
+    )
+    received = ferry({"d": original}).state["d"]
+    assert received.device_mesh.get_coordinate() is None
+    with pytest.raises(RuntimeError, match="not initialized"):
+        received.device_mesh.get_group()
+
+
+def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> None:
+    original = on(mesh, Shard(0), Shard(1))
+    received = ferry({"d": original}).state["d"]
+    total = original + received
+    assert torch.equal(total.to_local(), 2 * original.to_local())
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if "mesh" not in name])
+def test_a_fresh_dtensor_is_bound_to_the_mesh_that_the_receiver_names(name: str, mesh: DeviceMesh) -> None:
+    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    received = ferry({"d": EXAMPLES[name](mesh)}, site=Site(mesh=mine)).state["d"]
+    assert received.device_mesh is mine
+
+
+def test_a_fresh_dtensor_is_bound_to_a_slice_of_that_mesh_where_its_own_was_a_slice(mesh: DeviceMesh) -> None:
+    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inner", "third"))
+    received = ferry({"d": on(mesh["inner"], Shard(0))}, site=Site(mesh=mine)).state["d"]
+    assert received.device_mesh == mine["inner"]
+    assert received.device_mesh != mesh["inner"]
+    assert received.device_mesh.get_group() == mine.get_group("inner")
+
+
+def test_a_mesh_of_another_shape_is_not_taken(mesh: DeviceMesh) -> None:
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("inner",))
+    received = ferry(
+        {"d": on(mesh["inner"], Shard(0)), "e": on(mesh, Shard(0), Shard(1))}, site=Site(mesh=line)
+    )
+    assert received.state["d"].device_mesh == mesh["inner"]
+    assert received.state["e"].device_mesh == mesh
+
+
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_in_place_the_local_dtensor_keeps_its_own_mesh(
+    name: str, own_buffers: bool, mesh: DeviceMesh
+) -> None:
+    incoming = EXAMPLES[name](mesh)
+    local = DTensor.from_local(
+        torch.zeros_like(incoming._local_tensor),
+        incoming.device_mesh,
+        incoming.placements,
+        run_check=False,
+        shape=incoming.shape,
+        stride=incoming.stride(),
+    )
+    received = ferry({"d": incoming}, into={"d": local}, own_buffers=own_buffers).state["d"]
+    assert received is local
+    assert received.device_mesh is incoming.device_mesh
+    assert torch.equal(local._local_tensor, incoming._local_tensor)
+
+
+def test_in_place_placements_shape_and_kind_must_match_and_all_are_named(mesh: DeviceMesh) -> None:
+    def larger() -> Any:
+        local = torch.zeros(2, 3)
+        return DTensor.from_local(
+            local, mesh, (Shard(0), Shard(1)), run_check=False, shape=torch.Size((8, 6)), stride=(6, 1)
+        )
+
+    incoming = on(mesh, Shard(0), Shard(1))
+    local = {
+        "placements": on(mesh, Shard(1), Shard(0)),
+        "shape": larger(),
+        "mesh": on(mesh["inner"], Shard(0)),
+        "kind": torch.zeros(2, 3),
+        "dtype": on(mesh, Shard(0), Shard(1), local=torch.zeros(2, 3, dtype=torch.float64)),
+        "fits": on(mesh, Shard(0), Shard(1), local=torch.full((2, 3), -1.0)),
+    }
+    with pytest.raises(StateMismatch) as raised:
+        ferry(dict.fromkeys(local, incoming), into=local)
+    assert [mismatch.path for mismatch in raised.value.mismatches] == [
+        "placements",
+        "shape",
+        "mesh",
+        "kind",
+        "dtype",
+    ]
+    assert "['shard', 1], ['shard', 0]" in str(raised.value)
+    assert local["fits"].to_local().eq(-1).all()
+
+
+def test_dtensors_over_one_storage_send_it_once(mesh: DeviceMesh) -> None:
+    flat = torch.arange(12.0)
+    state = {
+        "a": on(mesh, Shard(0), Shard(1), local=flat[:6].view(2, 3)),
+        "b": on(mesh, Shard(0), Shard(1), local=flat[6:].view(2, 3)),
+        "flat": flat,
+    }
+    state["again"] = state["a"]
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    assert ferried.payload_bytes == 48
+    assert ferried.state["again"] is ferried.state["a"]
+
+
+class Fading(Placement):
+    def __repr__(self) -> str:
+        return "Fading()"
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_a_placement_that_is_not_known_is_refused_with_its_path_and_advice(mesh: DeviceMesh) -> None:
+    odd = on(mesh, Shard(0), Replicate())
+    odd._spec.placements = (Shard(0), Fading())
+    message = refusal_at_a_path(odd)
+    assert "Fading()" in message
+    assert "redistribute" in message
+
+
+def test_a_local_part_that_can_not_travel_is_refused_with_its_path(mesh: DeviceMesh) -> None:
+    subclass = on(mesh, Shard(0), Replicate())
+    subclass._local_tensor = torch.ones(2, 3).as_subclass(Subclass)
+    assert "Subclass" in refusal_at_a_path(subclass)
+    meta = on(mesh, Shard(0), Replicate(), local=torch.ones(2, 3, device="meta"))
+    assert "meta device" in refusal_at_a_path(meta)
+
+
+def test_outside_any_group_a_dtensor_still_arrives_though_this_process_has_no_place_in_its_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    elsewhere = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",), _init_backend=False, _rank=1)
+    original = DTensor.from_local(
+        torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
+    )
+    received = ferry({"d": original}).state["d"]
+    assert received.device_mesh == elsewhere
+    assert received.device_mesh.get_coordinate() is None
+    assert torch.equal(received._local_tensor, torch.ones(2, 3))

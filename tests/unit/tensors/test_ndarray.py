@@ -1,0 +1,171 @@
+"""numpy arrays move as bytes, whatever their dtype and strides, and in place too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from tests.unit.tensors.refusing import refusal_at_a_path
+from torchferry.errors import StateMismatch
+
+FIELDS = numpy.dtype([("a", "i4"), ("b", "f8"), ("c", "S3"), ("d", "f4", (2, 3))])
+
+
+class Reading(numpy.ndarray[Any, Any]):
+    unit = "K"
+
+
+def filled(dtype: Any, shape: Any = 6) -> Any:
+    """Bytes that differ, seen as an array. None is zero, so that no string is cut short."""
+    array = numpy.empty(shape, dtype)
+    array.view(numpy.ndarray).reshape(-1).view("u1")[...] = numpy.arange(array.nbytes) % 126 + 1
+    return array
+
+
+DTYPES = [
+    "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "c8", "c16", "G",
+    ">i4", ">f8", ">c16", "S1", "S7", "V5", "M8[ns]", "M8[3D]", "m8[us]", FIELDS,
+    numpy.dtype([("a", "i1"), ("b", "f8")], align=True), numpy.dtype([("in", [("x", "u2"), ("y", ">u2")])]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_that_is_bytes_arrives_bit_for_bit(dtype: Any) -> None:
+    array = filled(dtype)
+    ferried = ferry({"a": array})
+    assert_same({"a": array}, ferried.state)
+    assert ferried.payload_bytes == array.nbytes
+    assert type(ferried.state["a"]) is numpy.ndarray
+
+
+def test_text_arrives() -> None:
+    state = {"words": numpy.array(["", "ferry", "fährt über"]), "one": numpy.array("x")}
+    assert_same(state, ferry(state).state)
+
+
+BASE = numpy.arange(48.0).reshape(6, 8)
+LAYOUTS = {
+    "0-dim": numpy.array(3.5),
+    "0-dim view": BASE[2, 3, ...],
+    "empty": numpy.zeros((0, 3)),
+    "no bytes an item": numpy.zeros(3, "S0"),
+    "transposed": BASE.T,
+    "fortran": numpy.asfortranarray(BASE),
+    "strided": BASE[::2, 1::3],
+    "a column": BASE[:, 5],
+    "backwards": BASE[::-1],
+    "backwards both ways": BASE[::-2, ::-1],
+    "one row backwards": BASE[2:3, ::-1],
+    "broadcast": numpy.broadcast_to(BASE[0], (3, 8)),
+    "windows": numpy.lib.stride_tricks.sliding_window_view(BASE[0], 3),
+    "a field of a record": filled(FIELDS)["b"],
+    "not aligned": numpy.frombuffer(bytearray(range(17)), "f8", offset=1),
+    "read-only": numpy.frombuffer(b"12345678", "f8"),
+}
+
+
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_arrives_with_its_strides(name: str, own_buffers: bool) -> None:
+    state = {"a": LAYOUTS[name]}
+    assert_same(state, ferry(state, own_buffers=own_buffers).state)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_can_be_written_into_an_array_of_the_same_turn(name: str) -> None:
+    array = LAYOUTS[name]
+    turn = tuple(slice(None, None, -1 if step < 0 else None) for step in array.strides)
+    local = numpy.zeros(array.shape, array.dtype)[turn or ...]
+    received = ferry({"a": array}, into={"a": local}).state
+    assert received["a"] is local
+    assert numpy.array_equal(local, array)
+
+
+def test_views_of_one_array_cost_each_byte_once_and_stay_views() -> None:
+    base = numpy.arange(20.0)
+    ferried = ferry({"a": base[2:8], "b": base[4:12], "c": base[11:3:-1]})
+    assert ferried.payload_bytes == 10 * 8
+    ferried.state["a"][3] = 99
+    assert ferried.state["b"][1] == ferried.state["c"][6] == 99
+
+
+def test_a_received_array_stays_when_the_rest_of_the_state_is_gone() -> None:
+    received = ferry({"a": numpy.arange(1000), "rest": torch.zeros(1000)}).state.pop("a")
+    torch.full((1000,), -1)
+    assert numpy.array_equal(received, numpy.arange(1000))
+    received[0] = 5
+
+
+def test_whether_an_array_may_be_written_is_kept() -> None:
+    fixed = numpy.arange(3)
+    fixed.flags.writeable = False
+    received = ferry({"fixed": fixed, "free": numpy.arange(3)}).state
+    assert not received["fixed"].flags.writeable
+    assert received["free"].flags.writeable
+
+
+def test_in_place_the_neighbours_of_an_array_keep_their_values() -> None:
+    whole = numpy.full((4, 4), -1)
+    received = ferry({"a": numpy.arange(6).reshape(3, 2)}, into={"a": whole[1:, 1:3]}).state
+    assert received["a"].base is whole
+    assert whole.tolist() == [[-1, -1, -1, -1], [-1, 0, 1, -1], [-1, 2, 3, -1], [-1, 4, 5, -1]]
+
+
+@pytest.mark.parametrize(
+    ("local", "said"),
+    [
+        (numpy.zeros(3, "f4"), "ndarray form: incoming {'dtype': '<f8'"),
+        (numpy.zeros(3, ">f8"), "local {'dtype': '>f8'"),
+        (numpy.zeros(4), "shape: incoming [3, 8], local [4, 8]"),
+        (torch.zeros(3, dtype=torch.float64), "kind: incoming ndarray uint8[3, 8], local tensor float64[3]"),
+        (numpy.float64(1), "kind: incoming ndarray uint8[3, 8], local a value"),
+        (numpy.arange(3.0).view(Reading), "kind: incoming ndarray uint8[3, 8], local a opaque"),
+    ],
+)
+def test_in_place_dtype_shape_and_kind_must_match(local: object, said: str) -> None:
+    with pytest.raises(StateMismatch) as raised:
+        ferry({"a": numpy.arange(3.0)}, into={"a": local})
+    assert said in str(raised.value)
+    assert raised.value.path == "a"
+
+
+def test_in_place_an_array_that_is_read_only_is_not_written() -> None:
+    """Its memory may be a bytes object's, which nobody expects to change, or that of a file."""
+    data = b"\x01" * 8
+    local = numpy.frombuffer(data, "u1")
+    with pytest.raises(StateMismatch, match=r"a: kind: incoming ndarray .* local read-only ndarray"):
+        ferry({"a": numpy.arange(8, dtype="u1")}, into={"a": local})
+    assert data == b"\x01" * 8
+
+
+def test_an_array_that_is_read_only_is_left_alone_where_nothing_arrives() -> None:
+    fixed = numpy.frombuffer(b"12345678", "u1")
+    received = ferry({"b": 2}, into={"a": fixed, "b": 1}, strict=False).state
+    assert received["a"] is fixed
+    assert received["b"] == 2
+
+
+REFUSED = {
+    "objects": (numpy.array([{}, None], dtype=object), ["dtype object", "references", "list"]),
+    "objects in fields": (numpy.zeros(2, [("a", "i4"), ("b", "O")]), ["references"]),
+    "strings elsewhere": (numpy.array(["a"], dtype=numpy.dtypes.StringDType()), ["StringDType", "list"]),
+    "fields that overlap": (
+        numpy.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]}),
+        ["offsets", ".view()"],
+    ),
+    "records": (numpy.zeros(2, numpy.dtype((numpy.record, [("a", "i4")]))), ["numpy.record", ".view()"]),
+    "a subclass": (numpy.zeros(2).view(Reading), ["test_ndarray.Reading"]),
+    "a masked array": (numpy.ma.array([1, 2], mask=[False, True]), ["MaskedArray"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_array_that_is_more_than_its_bytes_is_refused_with_its_path_and_advice(name: str) -> None:
+    array, said = REFUSED[name]
+    message = refusal_at_a_path(array)
+    assert [words for words in said if words not in message] == []

@@ -1,0 +1,115 @@
+"""Staged in bounded pieces: whatever the size of the state, what is set aside beside it has a ceiling."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.support.transfer import TIMEOUT_S
+from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES
+from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.engine import Pull, Push, pull, push, window
+from torchferry.links.base import Pending
+from torchferry.testing import MemoryLink, MemoryNetwork
+from torchferry.testing.memory_link import Sent
+
+MiB = 1 << 20
+
+
+class Counted(window.Staging):
+    """Staging that counts what it holds: what it has given out, and what it keeps for later."""
+
+    most_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._given: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        buffer = super().take(nbytes)
+        storage = buffer.untyped_storage()
+        self._given[storage.data_ptr()] = storage.nbytes()
+        held = sum(self._given.values()) + sum(free.nbytes for free in self._free)
+        Counted.most_bytes = max(Counted.most_bytes, held)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        del self._given[buffer.untyped_storage().data_ptr()]
+        super().give_back(buffer)
+
+
+@pytest.fixture(autouse=True)
+def _count_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "most_bytes", 0)
+    for name in ("push", "pull"):
+        monkeypatch.setattr(sys.modules[f"torchferry.engine.{name}"], "Staging", Counted)
+
+
+class Lazy:
+    """A link that takes no memory but its own. What is sent over it goes nowhere."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self._link = link
+        self.device = link.device
+        self.largest = 0
+
+    def takes(self, device: torch.device) -> bool:
+        return False
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        self.largest = max(self.largest, buffer.nbytes)
+        return Sent()
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        self.largest = max(self.largest, buffer.nbytes)
+        return self._link.recv(buffer, peer, tag)
+
+
+def staged_at_the_sender(state: object) -> Lazy:
+    link = Lazy(MemoryNetwork().link(0))
+    push(link, [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    return link
+
+
+def test_a_large_tensor_is_staged_in_pieces_at_the_sender() -> None:
+    large = torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)
+    link = staged_at_the_sender({"large": large})
+    assert link.largest == CHUNK_BYTES
+    assert CHUNK_BYTES < Counted.most_bytes <= WINDOW_BYTES
+
+
+def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
+    network = MemoryNetwork()
+    large = torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)
+    push(network.link(0), [1], {"large": large}, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    link = Lazy(network.link(1))
+    received, _ = pull(link, 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: {"large": large}))
+    assert isinstance(received, dict)
+    assert received["large"] is large
+    assert link.largest == CHUNK_BYTES
+    assert CHUNK_BYTES < Counted.most_bytes <= WINDOW_BYTES
+
+
+def test_a_large_strided_tensor_is_staged_in_pieces_too() -> None:
+    column = torch.zeros(8 * MiB, 16, dtype=torch.uint8)[:, :8]
+    network = MemoryNetwork()
+    push(network.link(0), [1], {"c": column}, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    assert Counted.most_bytes <= WINDOW_BYTES
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [MiB + 4096 * n for n in range(100)],
+        [MiB + 4096 * n for n in range(100, 0, -1)],
+        [MiB * (1 + n * 37 % 7) + n for n in range(100)],
+        ([8 * MiB] * 4 + [64] * 200) * 5,
+    ],
+    ids=["each larger than the one before", "each smaller", "mixed", "large and tiny by turns"],
+)
+def test_tensors_of_many_sizes_do_not_each_leave_a_buffer_behind(sizes: list[int]) -> None:
+    state = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    staged_at_the_sender(state)
+    assert Counted.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES

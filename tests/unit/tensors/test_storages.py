@@ -1,0 +1,133 @@
+"""Who shares memory with whom: each byte travels once, and what was one storage stays one."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from torchferry.errors import StateMismatch
+
+
+def test_views_of_one_storage_cost_each_byte_once_and_stay_views() -> None:
+    base = torch.arange(24.0)
+    state = {"left": base[2:8], "right": base[4:12], "matrix": base[:12].view(3, 4), "apart": base[20:22]}
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    assert ferried.payload_bytes == 12 * 4 + 2 * 4
+    ferried.state["matrix"][1, 1] = 99
+    assert ferried.state["left"][3] == ferried.state["right"][1] == 99
+
+
+def test_views_of_different_dtypes_share_their_bytes() -> None:
+    base = torch.arange(8.0)
+    complex_view = torch.view_as_complex(base.view(4, 2))
+    state = {
+        "bytes": base.view(torch.uint8),
+        "floats": base,
+        "numbers": complex_view,
+        "re": complex_view.real,
+    }
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    assert ferried.payload_bytes == 32
+
+
+def test_overlapping_views_that_nest_in_no_order_share_their_bytes() -> None:
+    base = torch.arange(60.0)
+    state = {"rows": base.view(6, 10)[1:3], "column": base.view(6, 10)[:, 4], "odd": base[1::2]}
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    used = set(range(10, 30)) | set(range(4, 60, 10)) | set(range(1, 60, 2))
+    assert ferried.payload_bytes == 4 * len(used)
+
+
+def test_tied_weights_are_sent_once_and_are_still_tied() -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(7, 5), "head": torch.nn.Linear(5, 7, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    ferried = ferry(model.state_dict())
+    assert_same(model.state_dict(), ferried.state)
+    assert ferried.payload_bytes == 7 * 5 * 4
+    ferried.state["embed.weight"].fill_(3)
+    assert ferried.state["head.weight"].eq(3).all()
+
+
+def test_weights_tied_by_a_transpose_are_still_tied() -> None:
+    weight = torch.randn(3, 5)
+    ferried = ferry({"a": weight, "b": weight.t()})
+    assert_same({"a": weight, "b": weight.t()}, ferried.state)
+    assert ferried.payload_bytes == 60
+
+
+def test_the_same_object_in_two_places_is_one_object_afterwards() -> None:
+    weight = torch.nn.Parameter(torch.randn(4))
+    state = {"a": weight, "b": [weight, weight.detach()]}
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    assert ferried.state["a"] is ferried.state["b"][0]
+    assert ferried.state["a"] is not ferried.state["b"][1]
+    assert ferried.payload_bytes == 16
+
+
+def test_a_small_view_of_a_large_storage_costs_only_itself_on_both_sides() -> None:
+    large = torch.zeros(10_000_000)
+    ferried = ferry({"slice": large[5_000_000:5_000_004]})
+    assert ferried.payload_bytes == 16
+    assert ferried.state["slice"].untyped_storage().nbytes() == 16
+
+
+def test_a_storage_that_is_no_multiple_of_the_item_size_is_no_trouble() -> None:
+    raw = torch.arange(11, dtype=torch.uint8)
+    state = {"words": raw[:8].view(torch.int32), "raw": raw}
+    ferried = ferry(state)
+    assert_same(state, ferried.state)
+    assert ferried.payload_bytes == 11
+
+
+def test_an_array_and_the_tensor_made_from_it_share_their_bytes() -> None:
+    array = numpy.arange(10.0)
+    ferried = ferry({"array": array, "tensor": torch.from_numpy(array)})
+    assert ferried.payload_bytes == 80
+    ferried.state["tensor"][3] = 42
+    assert ferried.state["array"][3] == 42
+
+
+def test_memory_that_two_owners_see_from_different_places_is_still_sent_once() -> None:
+    """Eight bytes in, which is no multiple of the largest item that torch has."""
+    array = numpy.arange(10.0)
+    ferried = ferry({"array": array, "tail": torch.from_numpy(array[1:]), "bytes": array.view("u1")[3:9]})
+    assert ferried.payload_bytes == 80
+    ferried.state["tail"][0] = 42
+    assert ferried.state["array"][1] == 42
+    assert (
+        ferried.state["bytes"].tobytes() == array.view("u1")[3:8].tobytes() + numpy.float64(42).tobytes()[:1]
+    )
+
+
+def test_memory_in_which_the_items_of_one_owner_have_no_place_for_the_other_still_arrives() -> None:
+    raw = numpy.arange(40, dtype=numpy.uint8)
+    odd = torch.frombuffer(raw.data, dtype=torch.int64, offset=4, count=4)
+    state = {"words": torch.from_numpy(raw.view("i8")), "odd": odd}
+    received = ferry(state).state
+    assert torch.equal(received["words"], state["words"])
+    assert torch.equal(received["odd"], state["odd"])
+
+
+def test_a_local_storage_seen_by_an_array_and_a_tensor_can_not_take_two_values() -> None:
+    """Written through both, one of the two values would be lost without a word."""
+    array = numpy.zeros(4)
+    local = {"array": array, "tail": torch.from_numpy(array[1:])}
+    with pytest.raises(StateMismatch, match="shares local memory"):
+        ferry({"array": numpy.ones(4), "tail": torch.full((3,), 2.0, dtype=torch.float64)}, into=local)
+    assert array.tolist() == [0, 0, 0, 0]
+
+
+def test_an_empty_view_does_not_bring_its_storage_along() -> None:
+    base = torch.zeros(1000)
+    ferried = ferry({"none": base[10:10], "some": base[20:22]})
+    assert_same({"none": base[10:10], "some": base[20:22]}, ferried.state)
+    assert ferried.state["some"].untyped_storage().nbytes() == 8

@@ -1,0 +1,160 @@
+"""Values without tensors: every leaf and key that is found in states, to the bit."""
+
+from __future__ import annotations
+
+import enum
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
+from torchferry import register
+from torchferry.errors import StateMismatch
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2**31, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 2**125, -(2**200),
+    0.1, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324, 1e308,
+    1 - 2j, complex("nan-infj"), complex(-0.0, -0.0),
+    "", "plain", "fährt über 🚢", "zero\0inside", "half a pair \ud83d", b"", b"\x00\xff", bytearray(b"abc"),
+    range(3), range(10, -5, -3), range(2**70), slice(None), slice(1, 2**70, -1), ...,
+    torch.Size([]), torch.Size([2, 0, 3]),
+    torch.float32, torch.float8_e5m2, torch.bool, torch.strided, torch.sparse_csr, torch.channels_last,
+    torch.preserve_format, torch.per_tensor_affine, torch.device("cpu"), torch.device("cuda:3"),
+    set(), {1, "a", (2, None)}, frozenset({1.5, frozenset()}), {0, 1, 2**70},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r:.20}".encode("ascii", "replace")
+)
+def test_every_value_arrives_as_the_same_type_and_value(value: Any) -> None:
+    assert_same({"v": value}, ferry({"v": value}).state)
+    assert_same(value, ferry(value).state)
+
+
+KEYS = [
+    "name", "", "a.b", "half \ud83d", 0, -5, 2**64, 2**125, True, None, 1.5, float("inf"), 2j, b"raw",
+    (), (1, "b", (None,)), frozenset({1, 2}), torch.float32, torch.Size([1]), torch.device("cpu"), range(3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key", KEYS, ids=lambda k: f"{type(k).__name__} {k!r:.20}".encode("ascii", "replace")
+)
+def test_every_key_arrives_and_is_found_again_in_place(key: Any) -> None:
+    assert_same({key: 1}, ferry({key: 1}).state)
+    local = torch.zeros(2)
+    received = ferry({"in": {key: torch.ones(2)}}, into={"in": {key: local}}).state
+    assert received["in"][key] is local
+    assert local.tolist() == [1, 1]
+
+
+def test_keys_that_look_alike_are_told_apart() -> None:
+    state = {"1": 1, 1: 2, "a.b": 3, "a": {"b": 4}, b"1": 5, (1,): 6}
+    assert_same(state, ferry(state).state)
+    with pytest.raises(StateMismatch) as raised:
+        ferry({"1": 1}, into={1: 1})
+    assert len(raised.value.mismatches) == 2
+
+
+def test_the_order_of_keys_is_kept() -> None:
+    state = {name: number for number, name in enumerate("zyxabc")}
+    assert list(ferry(state).state) == list("zyxabc")
+
+
+def test_the_state_of_python_s_generator_arrives() -> None:
+    source, target = random.Random(5), random.Random(0)
+    target.setstate(ferry({"rng": source.getstate()}).state["rng"])
+    assert target.random() == source.random()
+
+
+def test_the_state_of_torch_s_generator_arrives() -> None:
+    source, target = torch.Generator().manual_seed(5), torch.Generator()
+    torch.randn(3, generator=source)
+    target.set_state(ferry({"rng": source.get_state()}).state["rng"])
+    assert torch.equal(torch.randn(4, generator=target), torch.randn(4, generator=source))
+
+
+@register
+class Mode(enum.Enum):
+    TRAIN = "train"
+    EVAL = object()  # what a member's value is does not matter: it goes by its name
+
+
+@register
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@register
+class Name(enum.StrEnum):
+    A = "a"
+
+
+@register
+class Rights(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Stranger(enum.Enum):
+    A = 1
+
+
+def test_registered_enums_arrive_as_the_very_members() -> None:
+    state = [Mode.TRAIN, Mode.EVAL, Level.HIGH, Name.A, Rights.READ, Rights.READ | Rights.WRITE, Rights(0)]
+    received = ferry(state).state
+    assert all(one is two for one, two in zip(received, state, strict=True))
+    assert ferry({Mode.EVAL: 1, Level.LOW: 2}).state == {Mode.EVAL: 1, Level.LOW: 2}
+    assert ferry({Mode.EVAL}).state == {Mode.EVAL}
+
+
+class Text(str):
+    pass
+
+
+class Number(int):
+    pass
+
+
+REFUSED = {
+    "a lambda": (lambda: 1, ["builtins.function", "allow_pickle"]),
+    "a function": (len, ["builtin_function_or_method"]),
+    "a class": (int, ["builtins.type"]),
+    "a module": (torch.nn.Linear(1, 1), ["torch.nn.modules.linear.Linear", "rebuild it"]),
+    "an object": (object(), ["builtins.object", "leave it out"]),
+    "a generator": (torch.Generator(), ["torch._C.Generator"]),
+    "a storage": (torch.ones(1).untyped_storage(), ["UntypedStorage"]),
+    "an enum": (Stranger.A, ["test_values.Stranger", "torchferry.register"]),
+    "an enum in a set": ({1, Stranger.A}, ["test_values.Stranger", "torchferry.register"]),
+    "a subclass of str": (Text("a"), ["test_values.Text"]),
+    "a subclass of int": (Number(1), ["test_values.Number"]),
+    "a memoryview": (memoryview(b"a"), ["memoryview"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_outside_the_closed_set_is_refused_with_its_path_type_and_advice(name: str) -> None:
+    value, said = REFUSED[name]
+    message = refusal_at_a_path(value)
+    assert [words for words in said if words not in message] == []
+
+
+@pytest.mark.parametrize("key", [Stranger.A, len, Text("a"), (1, Stranger.A)], ids=str)
+def test_a_key_outside_the_closed_set_is_refused_with_the_path_of_its_dict(key: Any) -> None:
+    error = refusal_of({"model": {"sound": 1}, "odd": {"b": 1, key: 2}})
+    assert error.path == "odd"
+    assert str(error).startswith("odd: among its keys, a value of type ")
+
+
+def test_a_tensor_is_no_key() -> None:
+    assert "torch.Tensor" in str(refusal_of({torch.ones(1): 1}))
+
+
+def test_a_state_that_is_itself_what_can_not_travel_is_refused_too() -> None:
+    assert str(refusal_of(len)).startswith("(the state itself): ")
