@@ -454,7 +454,7 @@ def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             most = max(most, sum(held.values()))
             return buffer
 
-    for name in ("push", "pull"):
+    for name in ("sending", "payload"):
         monkeypatch.setattr(sys.modules[f"torchferry.engine.{name}"], "Staging", Counted)
     state = {"large": torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8).random_()}
     local = {"large": torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)}

@@ -116,10 +116,19 @@ class Cluster:
 
     They start with the first run. `timeout_s` is the deadline of a run, `group_timeout_s` that of
     the group itself, shorter so that a collective which hangs is reported from where it hangs.
+    `start_method` is multiprocessing's: "spawn", or "forkserver" for tests that lose many workers.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout_s: float = 60.0,
+        group_timeout_s: float = 30.0,
+        start_method: str = "spawn",
+    ) -> None:
         self.world_size = world_size
+        self.start_method = start_method
         self.timeout_s = timeout_s
         self.group_timeout_s = group_timeout_s
         self.broken = False
@@ -325,11 +334,11 @@ class _Worker:
 
 
 def _start_worker(cluster: Cluster, rank: int, port: int, scratch: Path) -> _Worker:
-    # Spawned, not forked: torch's threads and gloo's do not survive a fork.
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
+    # Not forked from here: torch's threads and gloo's do not survive a fork.
+    context = multiprocessing.get_context(cluster.start_method)
+    ours, theirs = context.Pipe()
     stacks_file = scratch / f"stacks-{rank}.txt"
-    process = spawn.Process(
+    process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
         name=f"rank {rank} of {cluster.world_size}",
         args=(

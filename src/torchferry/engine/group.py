@@ -63,7 +63,7 @@ class Group:
         """
         with self._lock:
             lock = self._headers[way, peer]
-        if not lock.acquire(timeout=left_s()):
+        if not lock.acquire(timeout=min(left_s(), threading.TIMEOUT_MAX)):
             raise LinkTimeout("another transfer with this peer did not get under way in time", peer=peer)
         try:
             yield

@@ -45,7 +45,8 @@ class ThreadRunner:
         """Sleep until a lane is over, or until the given time."""
         with self._changed:
             if not any(lane.over for lane in lanes):
-                self._changed.wait(max(until_s - time.monotonic(), 0.0))
+                left_s = max(until_s - time.monotonic(), 0.0)
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
         """Wait for the threads, but not for one that can't be woken."""

@@ -66,6 +66,9 @@ class Watching:
         self._link = link
         self.device = link.device
         self.takes = link.takes
+        self.sends_short = link.sends_short
+        self.probe = link.probe
+        self.break_off = link.break_off
         self.asked: list[tuple[int, int]] = []
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:

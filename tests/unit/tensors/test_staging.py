@@ -43,7 +43,7 @@ class Counted(window.Staging):
 @pytest.fixture(autouse=True)
 def _count_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "most_bytes", 0)
-    for name in ("push", "pull"):
+    for name in ("sending", "payload"):
         monkeypatch.setattr(sys.modules[f"torchferry.engine.{name}"], "Staging", Counted)
 
 
@@ -53,6 +53,9 @@ class Lazy:
     def __init__(self, link: MemoryLink) -> None:
         self._link = link
         self.device = link.device
+        self.sends_short = link.sends_short
+        self.probe = link.probe
+        self.break_off = link.break_off
         self.largest = 0
 
     def takes(self, device: torch.device) -> bool:
