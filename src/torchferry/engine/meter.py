@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchferry.core.manifest import Manifest
+from torchferry.core.plan import Plan
+from torchferry.core.torn import paths_of
+from torchferry.errors import Corrupted, FerryError, LinkError
+
 
 @dataclass
 class Meter:
@@ -20,3 +25,16 @@ class Meter:
 
     def __str__(self) -> str:
         return f"{self.bytes_done:,} of {self.bytes_due:,} bytes done"
+
+
+def note_progress(error: FerryError, meter: Meter, manifest: Manifest, plan: Plan) -> None:
+    """Add to an error with whom and in which phase it was; to a link's error, how far it had got."""
+    error.peer = meter.peer
+    error.phase = error.phase or meter.phase
+    if not isinstance(error, LinkError) or isinstance(error, Corrupted):
+        return
+    if plan.messages:
+        at = plan.messages[min(meter.done, len(plan.messages) - 1)]
+        named = paths_of(manifest, plan.extents, {at.extent})
+        error.path = named[0] if named else None
+    error.what = f"{error.what}; {meter}, last at {error.path}"

@@ -35,63 +35,51 @@ class Arrival:
     changed: bool = False
 
 
-def payload_steps(
-    link: Link,
-    peer: int,
-    envelope: Envelope,
-    plan: Plan,
-    landings: Landings,
-    ground: Ground,
-    meter: Meter,
-    clock: Callable[[], float],
-    *,
-    verify: bool,
-    window_bytes: int,
-) -> Steps[Arrival]:
-    """Receive every message and put its bytes where they belong; damage is noted, not raised.
+@dataclass(frozen=True)
+class Payload:
+    """The receiving half of one transfer's payload."""
 
-    Raises:
-        PeerGaveUp: the sender said farewell.
-        LinkError: the link failed.
-    """
-    receiver = _Payload(link, peer, envelope, plan, landings, ground, meter, verify)
-    return receiver.steps(Window(meter, clock, window_bytes))
+    link: Link
+    peer: int
+    envelope: Envelope
+    plan: Plan
+    landings: Landings
+    ground: Ground
+    meter: Meter
+    verify: bool = True
+
+    def steps(self, clock: Callable[[], float], window_bytes: int) -> Steps[Arrival]:
+        """Receive every message and put its bytes where they belong; damage is noted, not raised.
+
+        Raises:
+            PeerGaveUp: the sender said farewell.
+            LinkError: the link failed.
+        """
+        return _Receiving(self).steps(Window(self.meter, clock, window_bytes))
 
 
-class _Payload:
-    """The receiving half of one payload."""
+class _Receiving:
+    """The payload while it comes in."""
 
-    def __init__(
-        self,
-        link: Link,
-        peer: int,
-        envelope: Envelope,
-        plan: Plan,
-        landings: Landings,
-        ground: Ground,
-        meter: Meter,
-        verify: bool,
-    ) -> None:
-        self._link = link
-        self._peer = peer
-        self._envelope = envelope
-        self._plan = plan
-        self._landings = landings
-        self._ground = ground
-        self._meter = meter
-        self._verify = verify
-        self._tags = Tags(envelope.serial)
-        self._staging = Staging(link.device)
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._link = payload.link
+        self._meter = payload.meter
+        self._envelope = payload.envelope
+        self._tags = Tags(payload.envelope.serial)
+        self._staging = Staging(payload.link.device)
         self._digests: dict[int, int] = {}
         self._arrival = Arrival()
         self._farewell = (
-            torch.frombuffer(bytearray(farewell(envelope.nonce)), dtype=torch.uint8).to(link.device)
-            if envelope.nonce
+            torch.frombuffer(bytearray(farewell(self._envelope.nonce)), dtype=torch.uint8).to(
+                self._link.device
+            )
+            if self._envelope.nonce
             else None
         )
 
     def steps(self, window: Window) -> Steps[Arrival]:
-        messages = self._plan.messages
+        messages = self._payload.plan.messages
         seals = iter(seals_of(len(messages)) if self._envelope.sealed else ())
         for message in messages:
             yield from window.make_room(message.nbytes)
@@ -103,11 +91,11 @@ class _Payload:
         return self._arrival
 
     def _post(self, message: Message, window: Window) -> None:
-        landing = self._landings.by_extent[message.extent]
-        straight = self._ground.straight(message, landing, self._link.takes)
+        landing = self._payload.landings.by_extent[message.extent]
+        straight = self._payload.ground.straight(message, landing, self._link.takes)
         staged = straight is None
         buffer, rest = straight or (self._staging.take(message.nbytes), landing)
-        pending = self._link.recv(buffer, self._peer, self._tags.message(message.number))
+        pending = self._link.recv(buffer, self._payload.peer, self._tags.message(message.number))
         if straight is not None:
             self._meter.posted = message.number + 1
 
@@ -123,7 +111,7 @@ class _Payload:
             self._check_farewell(buffer)
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
-        if not self._verify or not (self._envelope.sealed or self._envelope.digests is not None):
+        if not self._payload.verify or not (self._envelope.sealed or self._envelope.digests is not None):
             self._meter.verified.add(message.number)
         elif self._envelope.digests is not None:
             self._compare(message.number, digest(buffer), self._envelope.digests[message.number])
@@ -131,20 +119,22 @@ class _Payload:
             self._digests[message.number] = digest(buffer)
         if rest.direct or rest.spread:
             self._meter.posted = max(self._meter.posted, message.number + 1)
-            self._ground.put(message, rest, buffer)
+            self._payload.ground.put(message, rest, buffer)
 
     def _check_farewell(self, buffer: torch.Tensor) -> None:
         if torch.equal(buffer[:FAREWELL_BYTES], self._farewell):  # type: ignore[arg-type]
-            raise PeerGaveUp("the sender gave up half-way, because of an error on its side", peer=self._peer)
+            raise PeerGaveUp(
+                "the sender gave up half-way, because of an error on its side", peer=self._payload.peer
+            )
 
     def _post_seal(self, seal: Seal, window: Window) -> None:
         buffer = torch.zeros(seal.nbytes, dtype=torch.uint8, device=self._link.device)
-        pending = self._link.recv(buffer, self._peer, self._tags.seal(seal.number))
+        pending = self._link.recv(buffer, self._payload.peer, self._tags.seal(seal.number))
 
         def done() -> None:
             digests, changed = decode_seal(bytes(buffer.cpu().tolist()))
             self._arrival.changed = self._arrival.changed or changed
-            if self._verify:
+            if self._payload.verify:
                 for number, expected in zip(range(seal.first, seal.end), digests, strict=True):
                     self._compare(number, self._digests.pop(number), expected)
 

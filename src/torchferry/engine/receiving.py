@@ -17,15 +17,15 @@ from torchferry.core.codec import Envelope, decode
 from torchferry.core.compare import Pair, compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
-from torchferry.core.plan import WINDOW_BYTES, Plan, make_plan
+from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.torn import Truth, paths_of, truth
 from torchferry.core.watch import Rules
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, Runner, run_lanes
-from torchferry.engine.meter import Meter
-from torchferry.engine.payload import Arrival, payload_steps
+from torchferry.engine.meter import Meter, note_progress
+from torchferry.engine.payload import Arrival, Payload
 from torchferry.engine.phases import Phases
 from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
@@ -33,7 +33,6 @@ from torchferry.errors import (
     BadManifest,
     Corrupted,
     FerryError,
-    LinkError,
     PeerGaveUp,
     StateMismatch,
     StepMismatch,
@@ -130,7 +129,7 @@ class _Transfer:
             self.at_rest = True
             self._judge(arrival, envelope, plan)
         except FerryError as error:
-            _annotate(error, meter, envelope, plan)
+            note_progress(error, meter, envelope.manifest, plan)
             if receiver.in_place:
                 raise _torn(error, meter, envelope, plan) from error
             raise
@@ -138,7 +137,7 @@ class _Transfer:
     def _payload_steps(
         self, envelope: Envelope, plan: Plan, receiver: _Receiver, meter: Meter
     ) -> Steps[Arrival]:
-        return payload_steps(
+        payload = Payload(
             self._link,
             self._peer,
             envelope,
@@ -146,10 +145,9 @@ class _Transfer:
             receiver.landings,
             receiver.ground,
             meter,
-            self._runner.now_s,
-            verify=self._terms.verify,
-            window_bytes=self._terms.window_bytes,
+            self._terms.verify,
         )
+        return payload.steps(self._runner.now_s, self._terms.window_bytes)
 
     def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
         if arrival.damaged:
@@ -208,6 +206,8 @@ def _plan(envelope: Envelope) -> Plan:
         plan = make_plan(envelope.manifest, envelope.chunk_bytes)
     except TooIntricate as error:
         raise BadManifest(f"overlapping views too irregular to list ({error})") from None
+    except TooManyMessages as error:
+        raise BadManifest(f"the peer announces more than can be received at once: {error}") from None
     if envelope.digests is not None and len(envelope.digests) != len(plan.messages):
         raise BadManifest(f"{len(envelope.digests)} digests for {len(plan.messages)} messages")
     return plan
@@ -260,18 +260,6 @@ def _finish(
     ground.copy_whole(landings.whole)
     ground.mark_changed()
     return assemble_in_place(prepared, target, pairs, strict=terms.strict)
-
-
-def _annotate(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> None:
-    """Add to a link's error how far it had got."""
-    if isinstance(error, LinkError) and not isinstance(error, Corrupted):
-        if plan.messages:
-            at = plan.messages[min(meter.done, len(plan.messages) - 1)]
-            named = paths_of(envelope.manifest, plan.extents, {at.extent})
-            error.path = named[0] if named else None
-        error.what = f"{error.what}; {meter}, last at {error.path}"
-    error.peer = meter.peer
-    error.phase = error.phase or meter.phase
 
 
 def _torn(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> FerryError:
