@@ -40,7 +40,7 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 def no_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        payload._Payload, "_compare", lambda self, number, *_: self._meter.verified.add(number)
+        payload._Receiving, "_compare", lambda self, number, *_: self._meter.verified.add(number)
     )
 
 
@@ -86,11 +86,12 @@ def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         raise BadManifest("not drained")
 
-    def only_with_ground(*args: Any, **kwargs: Any) -> Any:
-        nowhere = not args[5]._memories
-        return refuse() if nowhere else payload.payload_steps(*args, **kwargs)
+    original = payload.Payload.steps
 
-    monkeypatch.setattr(receiving, "payload_steps", only_with_ground)
+    def only_with_ground(self: payload.Payload, clock: Any, window_bytes: int) -> Any:
+        return original(self, clock, window_bytes) if self.ground._memories else refuse()
+
+    monkeypatch.setattr(payload.Payload, "steps", only_with_ground)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:

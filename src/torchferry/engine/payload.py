@@ -70,13 +70,8 @@ class _Receiving:
         self._staging = Staging(payload.link.device)
         self._digests: dict[int, int] = {}
         self._arrival = Arrival()
-        self._farewell = (
-            torch.frombuffer(bytearray(farewell(self._envelope.nonce)), dtype=torch.uint8).to(
-                self._link.device
-            )
-            if self._envelope.nonce
-            else None
-        )
+        word = bytearray(farewell(self._envelope.nonce))
+        self._farewell = torch.frombuffer(word, dtype=torch.uint8).to(self._link.device)
 
     def steps(self, window: Window) -> Steps[Arrival]:
         messages = self._payload.plan.messages
@@ -107,8 +102,10 @@ class _Receiving:
         window.add(pending, message.nbytes, done)
 
     def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing) -> None:
-        if self._farewell is not None and message.nbytes >= FAREWELL_BYTES:
-            self._check_farewell(buffer)
+        if self._envelope.nonce and torch.equal(buffer[:FAREWELL_BYTES], self._farewell):
+            raise PeerGaveUp(
+                "the sender gave up half-way, because of an error on its side", peer=self._payload.peer
+            )
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
         if not self._payload.verify or not (self._envelope.sealed or self._envelope.digests is not None):
@@ -120,12 +117,6 @@ class _Receiving:
         if rest.direct or rest.spread:
             self._meter.posted = max(self._meter.posted, message.number + 1)
             self._payload.ground.put(message, rest, buffer)
-
-    def _check_farewell(self, buffer: torch.Tensor) -> None:
-        if torch.equal(buffer[:FAREWELL_BYTES], self._farewell):  # type: ignore[arg-type]
-            raise PeerGaveUp(
-                "the sender gave up half-way, because of an error on its side", peer=self._payload.peer
-            )
 
     def _post_seal(self, seal: Seal, window: Window) -> None:
         buffer = torch.zeros(seal.nbytes, dtype=torch.uint8, device=self._link.device)

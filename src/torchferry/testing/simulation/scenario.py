@@ -24,6 +24,7 @@ _DAMAGE = ("flip", "truncate", "extend", "stale", "lose")
 _SLACK_S = 0.5
 _FOUND_S = 1.0
 _FOR_GOOD_S = 1e6
+_CRAWL_S = 1.0
 
 State = dict[str, Any]
 
@@ -53,7 +54,7 @@ def plan_play(seed: int) -> Play:
     chance = Random(seed)
     receivers = chance.choice((1, 1, 1, 2, 3))
     troubles = set(
-        chance.sample(("harm", "kill", "stop", "refuse", "change"), chance.choice((0, 1, 1, 1, 2)))
+        chance.sample(("harm", "kill", "stop", "refuse", "change", "crawl"), chance.choice((0, 1, 1, 1, 2)))
     )
     rank = chance.randrange(receivers + 1)
     return Play(
@@ -61,7 +62,7 @@ def plan_play(seed: int) -> Play:
         receivers,
         chance.random() < 0.6,
         chance.random() < 0.4,
-        chance.choice((0.0, 0.001, 0.02, 0.05)),
+        _CRAWL_S if "crawl" in troubles else chance.choice((0.0, 0.001, 0.02, 0.05)),
         tuple(
             Harm(chance.choice((0, 1, 2, 3, chance.randrange(60))), chance.choice(_DAMAGE))
             for _ in range(chance.choice((1, 1, 2)))
@@ -232,22 +233,17 @@ class _Run:
     def _check_sender(self) -> None:
         """Where nothing is wrong but a refusal, the sender does not notice."""
         play = self.play
-        quiet = not (play.harms or play.killed or play.stopped or play.changes_at_s is not None)
-        if quiet:
+        if play.changes_at_s is not None or play.slowness_s >= _CRAWL_S or play.harms or play.stopped:
+            return
+        if play.killed is None:
             assert self.world.processes[0].error is None, repr(self.world.processes[0].error)
             for rank in self.targets:
                 error = self.world.processes[rank].error
                 assert isinstance(error, StateMismatch) if play.refuses else error is None, repr(error)
-        if (
-            play.killed is not None
-            and play.killed[0] > 0
-            and not (play.harms or play.stopped or play.refuses)
-        ):
+        elif play.killed[0] > 0 and not play.refuses:
             self._check_others(play.killed[0])
 
     def _check_others(self, dead: int) -> None:
-        if self.play.changes_at_s is not None:
-            return
         for rank in self.targets:
             if rank != dead:
                 assert self.world.processes[rank].error is None, f"rank {rank} suffered from {dead}'s death"
