@@ -20,6 +20,9 @@ from torchferry import BadManifest, PeerError, PickleRefused, StateMismatch, Uns
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.pg_transport import _prepare_state_dict, _StateDictMeta
 
+# Of torch's own, when it unpickles a tree.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance\\(treespec")
+
 PROTO = b"\x80\x04"
 
 
