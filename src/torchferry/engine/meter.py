@@ -12,7 +12,10 @@ from torchferry.errors import Corrupted, FerryError, LinkError
 
 @dataclass
 class Meter:
-    """Bytes done of bytes due with one peer, the message that is next, and when something last moved."""
+    """Bytes done of bytes due with one peer, the message that is next, and when something last moved.
+
+    `told` says that the peer was sent a farewell, and needs no other sign that no more will come.
+    """
 
     peer: int
     phase: str
@@ -22,6 +25,7 @@ class Meter:
     posted: int = 0
     done: int = 0
     verified: set[int] = field(default_factory=set)
+    told: bool = False
 
     def __str__(self) -> str:
         return f"{self.bytes_done:,} of {self.bytes_due:,} bytes done"

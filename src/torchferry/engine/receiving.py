@@ -133,6 +133,8 @@ class _Transfer:
             if receiver.in_place:
                 raise _torn(error, meter, envelope, plan) from error
             raise
+        finally:
+            receiver.ground.mark_changed()
 
     def _payload_steps(
         self, envelope: Envelope, plan: Plan, receiver: _Receiver, meter: Meter
@@ -237,10 +239,9 @@ def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
     pairs, mismatches = compare(manifest, target.manifest, strict=terms.strict)
     if mismatches:
         raise StateMismatch(mismatches)
-    landings = land_in_place(
-        plan.extents, manifest, target.manifest, tensor_pairs(manifest, target.manifest, pairs)
-    )
-    ground = Ground(manifest, target.memories, target)
+    tensors = tensor_pairs(manifest, target.manifest, pairs)
+    landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
+    ground = Ground(manifest, target.memories, target, {pair.local for pair in tensors})
     return _Receiver(
         landings,
         ground,
@@ -258,7 +259,6 @@ def _finish(
     terms: Pull,
 ) -> object:
     ground.copy_whole(landings.whole)
-    ground.mark_changed()
     return assemble_in_place(prepared, target, pairs, strict=terms.strict)
 
 

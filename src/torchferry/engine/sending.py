@@ -25,7 +25,7 @@ from torchferry.engine.lanes import Lane, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.window import Staging, Steps, Window
-from torchferry.errors import FerryError, LinkError, SendFailed, StateChanged
+from torchferry.errors import FerryError, SendFailed, StateChanged
 from torchferry.links.base import Link
 
 
@@ -95,6 +95,7 @@ def send_steps(
         except Exception:
             if link.sends_short:
                 yield from _say_farewell(link, peer, cargo, message, tags, window)
+                meter.told = True
             raise
         pending = link.send(buffer, peer, tags.message(message.number))
         window.add(pending, message.nbytes, _sent(meter, message, staging, buffer if staged else None))
@@ -145,8 +146,9 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
     if failed:
         first = next(iter(failed.values()))
         group.mark_broken(first)
-        if all(isinstance(lane.error, LinkError) for lane in lanes):
-            # Nobody is still reading, so the connections can go, and with them whatever hangs on them.
+        if all(lane.error is not None and not lane.meter.told for lane in lanes):
+            # Nobody has all of it or a farewell to read, so the connections can go, and with them whatever
+            # hangs on them; that tells the receivers, whatever went wrong here.
             for lane in lanes:
                 link.break_off(lane.meter.peer)
         if len(lanes) == 1:

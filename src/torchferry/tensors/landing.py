@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -19,11 +19,16 @@ class Ground:
     """The memory that a transfer lands in: fresh storages, or those of a local state."""
 
     def __init__(
-        self, incoming: Manifest, memories: Sequence[Memory], target: Description | None = None
+        self,
+        incoming: Manifest,
+        memories: Sequence[Memory],
+        target: Description | None = None,
+        written: Collection[int] = (),
     ) -> None:
         self._incoming = incoming
         self._memories = memories
         self._target = target
+        self._written = written
         self._scratch: dict[int, Memory] = {}
 
     @classmethod
@@ -73,9 +78,10 @@ class Ground:
             once(raw_over(self._memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
 
     def mark_changed(self) -> None:
-        """Tell autograd that the local tensors have new values, since they were written behind it."""
+        """Tell autograd that local tensors were written to, since it was done behind its back."""
         if self._target is not None:
-            for tensor in self._target.tensors:
+            for number in self._written:
+                tensor = self._target.tensors[number]
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
 

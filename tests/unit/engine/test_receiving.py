@@ -142,3 +142,11 @@ def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: 
 def test_every_error_of_a_transfer_is_a_ferry_error() -> None:
     with pytest.raises(FerryError):
         receive(sent_frame(b"not metadata at all"), timeout_s=0.1)
+
+
+def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
+    local = {"a": torch.zeros(10), "mine": torch.zeros(3)}
+    before = [tensor._version for tensor in local.values()]
+    receive(sent(STATE), target=lambda: local, strict=False)
+    assert [tensor._version for tensor in local.values()] == [before[0] + 1, before[1]]
+    assert torch.equal(local["a"], STATE["a"])
