@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchferry.core.plan import WINDOW_BYTES
+from torchferry.core.plan import WINDOW_BYTES, Message
 from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Push, push
-from torchferry.errors import LinkTimeout, Unsendable
+from torchferry.engine import Pull, Push, pull, push
+from torchferry.engine.cargo import Cargo
+from torchferry.errors import LinkTimeout, PeerGaveUp, Unsendable
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryNetwork
+from torchferry.testing.memory_link import Receipt
 
 TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
@@ -126,3 +128,35 @@ def test_a_deadline_that_has_passed_ends_the_transfer() -> None:
     with pytest.raises(LinkTimeout) as raised:
         push(Slow(), [1], torch.ones(4), Push(timeout_s=1e-9, max_metadata_bytes=1000))
     assert raised.value.phase == "send tensors"
+
+
+def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = MemoryNetwork()
+    link = network.link(0)
+    monkeypatch.setattr(type(link), "sends_short", True)
+    monkeypatch.setattr(Receipt, "wait", wait_for_what_there_is)
+    state = {
+        "first": torch.ones(8),
+        **{f"tiny{n}": torch.tensor(1.0) for n in range(40)},
+        "last": torch.ones(64),
+    }
+    terms = Push(10, MAX_METADATA_BYTES, ahead_bytes=0)
+
+    def fail_after_two(self: Cargo, link: object, message: Message, staging: object) -> object:
+        if message.number >= 2:
+            raise RuntimeError("this memory can't be read")
+        return outgoing(self, link, message, staging)  # type: ignore[arg-type]
+
+    outgoing = Cargo.outgoing
+    monkeypatch.setattr(Cargo, "outgoing", fail_after_two)
+    with pytest.raises(RuntimeError, match="can't be read"):
+        push(link, [1], state, terms)
+    with pytest.raises(PeerGaveUp):
+        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
+
+
+def wait_for_what_there_is(self: Receipt, timeout_s: float) -> None:
+    message = self._network._get(self._address, timeout_s)
+    self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
