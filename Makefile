@@ -12,7 +12,7 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format conformance wheel clean distclean
+.PHONY: help demo test faults check format conformance wheel clean distclean
 
 help: ## list these goals
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -22,6 +22,9 @@ demo: $(READY) ## four workers train, one is killed, its replacement catches up
 
 test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
+	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 check: $(READY) ## formatting, lint, types, and the rules of the architecture
 	@$(BIN)/ruff format --check .

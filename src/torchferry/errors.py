@@ -92,8 +92,9 @@ class StateChanged(StateError):
     def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the state was changed while it was being sent ({_shown(self.paths)}); receivers are told to "
-            "discard it. Send a copy, or hold the training step back until the send returns",
+            f"the state was changed while it was being sent ({_shown(self.paths)}); receivers "
+            "refuse it where it would be a mixture. Send a copy, or hold the training step back until the "
+            "send returns",
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )

@@ -14,6 +14,7 @@ Decoding checks types, ranges and references, so whoever holds a Manifest from h
 from __future__ import annotations
 
 import struct
+from math import prod
 
 import msgspec
 from msgspec import Struct
@@ -21,13 +22,25 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 from xxhash import xxh3_64_intdigest
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.manifest import Branch, Count, Manifest, Special, TensorSpec, Value
-from torchferry.core.tree import MAX_DEPTH
+from torchferry.core.manifest import MAX_DIMS, Branch, Count, Manifest, Special, TensorSpec, Value
+from torchferry.core.plan import MAX_CHUNK_BYTES
+from torchferry.core.protocol import NONCE_BYTES
+from torchferry.core.tree import MAX_DEPTH, keys_of
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
 VERSION = 1
 _PREAMBLE = struct.Struct("<4sBQ")
+
+MAX_PATH_BYTES = 1 << 29
+"""What the paths of all places of a tree may take together. One leaf may stand in many places, so that a
+tree's paths can be a thousand times as long as its frame."""
+
+_COUNTABLE = 2**63 - 1
+
+_COPIED_BYTES = 1 << 10
+"""Extensions longer than this stay where they are, in the frame: nested in each other they would be copied
+as often as they are deep."""
 
 
 class Envelope(Struct, frozen=True, array_like=True):
@@ -53,7 +66,7 @@ def _to_extension(value: object) -> Ext:
 
 
 def _from_extension(code: int, data: memoryview) -> Special:
-    return Special(code, bytes(data))
+    return Special(code, bytes(data) if len(data) <= _COPIED_BYTES else data.toreadonly())
 
 
 _encoder = Encoder(enc_hook=_to_extension)
@@ -70,7 +83,7 @@ def pack(value: Value) -> bytes:
     return _encoder.encode(value)
 
 
-def unpack(data: bytes) -> Value:
+def unpack(data: bytes | memoryview) -> Value:
     """Decode the payload of a Special.
 
     Raises:
@@ -114,10 +127,20 @@ def decode(data: bytes) -> Envelope:
         envelope = _envelope_decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
-    if envelope.chunk_bytes < ITEM_BYTES:
-        raise BadManifest(f"a chunk of {envelope.chunk_bytes} bytes is too small")
+    _check_terms(envelope)
     check(envelope.manifest)
     return envelope
+
+
+def _check_terms(envelope: Envelope) -> None:
+    if not ITEM_BYTES <= envelope.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise BadManifest(
+            f"a chunk of {envelope.chunk_bytes} bytes: from {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
+        )
+    if envelope.nonce and len(envelope.nonce) != NONCE_BYTES:
+        raise BadManifest(f"a nonce of {len(envelope.nonce)} bytes, not {NONCE_BYTES}")
+    if envelope.sealed and envelope.digests is not None:
+        raise BadManifest("digests in the frame and seals behind the messages: it can only be one of them")
 
 
 def check(manifest: Manifest) -> None:
@@ -139,14 +162,24 @@ def _check_tree(manifest: Manifest) -> None:
     depth: dict[int, int] = {}
     used = [False] * len(manifest.leaves)
     _adopt(manifest, manifest.root, -1, depth, used)
+    path_bytes = {~manifest.root: 0}
+    total_bytes = 0
     for index, branch in enumerate(manifest.branches):
         if index not in depth:
             raise BadManifest(f"branch {index} stands nowhere in the tree")
         _check_branch(index, branch)
         if depth[index] > MAX_DEPTH:
             raise BadManifest(f"the tree is deeper than {MAX_DEPTH}")
-        for child in branch.children:
+        here = path_bytes.pop(index)
+        for child, key in zip(branch.children, keys_of(branch), strict=True):
             _adopt(manifest, child, index, depth, used)
+            nbytes = here + 8 + (len(key) if isinstance(key, str) else 8)
+            if child < 0:
+                path_bytes[~child] = nbytes
+            else:
+                total_bytes += nbytes + 8 * len(manifest.leaves[child].parts)
+        if total_bytes > MAX_PATH_BYTES:
+            raise BadManifest(f"the paths of the tree take more than {MAX_PATH_BYTES} bytes")
     if not all(used):
         raise BadManifest(f"leaf {used.index(False)} stands nowhere in the tree")
 
@@ -178,10 +211,20 @@ def _check_branch(index: int, branch: Branch) -> None:
 def _check_tensor(number: int, spec: TensorSpec, storages: tuple[int, ...]) -> None:
     if len(spec.shape) != len(spec.stride) or spec.itemsize not in (1, 2, 4, 8, 16):
         raise BadManifest(f"tensor {number} has a shape, stride or item size that can't be")
+    if len(spec.shape) > MAX_DIMS:
+        raise BadManifest(f"tensor {number} has {len(spec.shape)} dimensions, more than {MAX_DIMS}")
     if spec.storage >= len(storages) or spec.offset % spec.itemsize:
         raise BadManifest(f"tensor {number} has a storage or offset that can't be")
-    if 0 in spec.shape:
-        return
-    last = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
-    if spec.offset + (last + 1) * spec.itemsize > storages[spec.storage]:
+    if _end(spec) > storages[spec.storage] or spec.offset > storages[spec.storage]:
         raise BadManifest(f"tensor {number} reaches beyond its storage")
+    # Expanded dimensions reach nowhere, and still there can't be more items than torch can count.
+    if prod(n for n in spec.shape if n) * spec.itemsize > _COUNTABLE:
+        raise BadManifest(f"tensor {number} has more items than can be counted")
+
+
+def _end(spec: TensorSpec) -> int:
+    """Say where a tensor's last item ends in its storage; 0 if it has none."""
+    if 0 in spec.shape:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+    return spec.offset + (last + 1) * spec.itemsize

@@ -15,11 +15,13 @@ from msgspec.structs import replace
 
 from torchferry.core.extents import Extent, TooIntricate, footprint, nested_dims, overlaps_itself, union
 from torchferry.core.manifest import OPAQUE, VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.showing import show, show_name
 from torchferry.core.tree import Path, format_path, occurrences
 from torchferry.errors import Mismatch
 
 PICKLED = "pickled"
 _VALUES = frozenset({VALUE, OPAQUE, PICKLED})
+_PARTS_SHOWN = 4
 
 
 class Pair(NamedTuple):
@@ -105,12 +107,17 @@ def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
 
 def describe(manifest: Manifest, leaf: Leaf) -> str:
     """Say in a few words what a leaf is."""
+    kind = show_name(leaf.kind)
     if not leaf.parts:
-        return f"a {leaf.kind}"
-    parts = ", ".join(
-        f"{manifest.tensors[part].dtype}{list(manifest.tensors[part].shape)}" for part in leaf.parts
-    )
-    return f"{leaf.kind} {parts}"
+        return f"a {kind}"
+    specs = [manifest.tensors[part] for part in leaf.parts[:_PARTS_SHOWN]]
+    shown = [f"{show_name(spec.dtype)}{_shape(spec)}" for spec in specs]
+    more = ["…"] if len(leaf.parts) > _PARTS_SHOWN else []
+    return f"{kind} {', '.join(shown + more)}"
+
+
+def _shape(spec: TensorSpec) -> str:
+    return str(list(spec.shape))
 
 
 def _differences(incoming: Manifest, local: Manifest, pair: Pair) -> Iterator[Mismatch]:
@@ -122,15 +129,15 @@ def _differences(incoming: Manifest, local: Manifest, pair: Pair) -> Iterator[Mi
         yield Mismatch(path, "kind", describe(incoming, theirs), describe(local, ours))
         return
     if theirs.fixed != ours.fixed:
-        yield Mismatch(path, f"{theirs.kind} form", str(theirs.fixed), str(ours.fixed))
+        yield Mismatch(path, f"{theirs.kind} form", show(theirs.fixed), show(ours.fixed))
     if len(theirs.parts) != len(ours.parts):
         yield Mismatch(path, "number of parts", str(len(theirs.parts)), str(len(ours.parts)))
     for part, mine in zip(theirs.parts, ours.parts, strict=False):
         a, b = incoming.tensors[part], local.tensors[mine]
         if a.dtype != b.dtype:
-            yield Mismatch(path, "dtype", a.dtype, b.dtype)
+            yield Mismatch(path, "dtype", show_name(a.dtype), b.dtype)
         if a.shape != b.shape:
-            yield Mismatch(path, "shape", str(list(a.shape)), str(list(b.shape)))
+            yield Mismatch(path, "shape", _shape(a), _shape(b))
         elif not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
             yield Mismatch(
                 path,

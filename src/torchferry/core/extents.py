@@ -13,6 +13,7 @@ are one extent, so that a shared byte moves once.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -21,8 +22,8 @@ from typing import NamedTuple
 from torchferry.core.manifest import TensorSpec
 
 MAX_RUNS = 1 << 20
-"""Overlapping views that form no regular pattern are listed run by run, up to this many. A million runs
-take about a second; what would need more is refused, or a hostile manifest could ask for 2**60."""
+"""Overlapping views that form no regular pattern are listed run by run, up to this many in a state. A million
+runs take about a second; what would need more is refused, or a hostile manifest could ask for 2**60."""
 
 ITEM_BYTES = 16
 """The largest item of any dtype. Items lie at multiples of their size, so a cut at a multiple of this
@@ -34,6 +35,23 @@ Repeats = tuple[tuple[int, int], ...]
 
 class TooIntricate(ValueError):
     """Views that overlap in a pattern too irregular to list."""
+
+
+class Patience:
+    """How many runs may still be listed, or extents compared, before a state is called too intricate."""
+
+    def __init__(self) -> None:
+        self._left = MAX_RUNS
+
+    def spend(self, runs: int) -> None:
+        """Take some of it, before the work is done.
+
+        Raises:
+            TooIntricate: there is none left.
+        """
+        self._left -= runs
+        if self._left < 0:
+            raise TooIntricate(f"more than {MAX_RUNS} runs")
 
 
 class Extent(NamedTuple):
@@ -59,7 +77,7 @@ class Extent(NamedTuple):
         return self.offset + self.run_bytes + sum((n - 1) * step for n, step in self.repeats)
 
 
-def footprint(spec: TensorSpec) -> list[Extent]:
+def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent]:
     """Give the extents that one tensor uses: one, if its strides nest; several, if they interlock.
 
     >>> footprint(TensorSpec("float32", 4, (3, 2), (10, 1), 0, 8))
@@ -79,7 +97,7 @@ def footprint(spec: TensorSpec) -> list[Extent]:
         if not repeats and step <= run:
             run += (count - 1) * step
         elif step < span:
-            return _interlocked(spec)
+            return _interlocked(spec, patience or Patience())
         elif repeats and step == repeats[-1][0] * repeats[-1][1]:
             repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
         else:
@@ -124,25 +142,27 @@ def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
     Raises:
         TooIntricate: views overlap in more than MAX_RUNS runs.
     """
+    patience = Patience()
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
     for spec in tensors:
-        by_storage[spec.storage].extend(footprint(spec))
-    return [
-        extent
-        for storage in sorted(by_storage)
-        for extent in (union(by_storage[storage]) if len(by_storage[storage]) > 1 else by_storage[storage])
-    ]
+        by_storage[spec.storage].extend(footprint(spec, patience))
+    found: list[Extent] = []
+    for storage in sorted(by_storage):
+        extents = by_storage[storage]
+        found.extend(extents if len(extents) == 1 else union(extents, patience))
+    return found
 
 
-def union(extents: Iterable[Extent]) -> list[Extent]:
+def union(extents: Iterable[Extent], patience: Patience | None = None) -> list[Extent]:
     """Merge extents of one storage so that every byte is in exactly one of them.
 
     Raises:
         TooIntricate: they overlap in more than MAX_RUNS runs.
     """
+    patience = patience or Patience()
     merged: list[Extent] = []
     for cluster in _clusters(sorted(set(extents), key=lambda extent: (extent.offset, -extent.end))):
-        merged.extend(cluster if len(cluster) == 1 else _merge(cluster))
+        merged.extend(cluster if len(cluster) == 1 else _merge(cluster, patience))
     return merged
 
 
@@ -207,7 +227,7 @@ def _clusters(ordered: Sequence[Extent]) -> Iterator[list[Extent]]:
         yield cluster
 
 
-def _merge(cluster: list[Extent]) -> list[Extent]:
+def _merge(cluster: list[Extent], patience: Patience) -> list[Extent]:
     """Merge extents whose spans overlap: the three common shapes exactly and fast, others by listing."""
     storage = cluster[0].storage
     plain = _merge_runs([(e.offset, e.end) for e in cluster if not e.repeats])
@@ -222,9 +242,7 @@ def _merge(cluster: list[Extent]) -> list[Extent]:
         if _nest(last - first, repeats):
             row = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
             return [Extent(storage, start, end - start, repeats) for start, end in row]
-    listed = [run for e in patterns for run in _runs(e)]
-    if len(listed) > MAX_RUNS:
-        raise TooIntricate(f"{len(listed)} runs")
+    listed = [run for e in patterns for run in _runs(e, patience)]
     return _regular(storage, _merge_runs(plain + listed, touching=True))
 
 
@@ -239,7 +257,9 @@ def _nest(run_bytes: int, repeats: Repeats) -> bool:
 
 
 def _inside(extent: Extent, runs: Sequence[Run]) -> bool:
-    return any(start <= extent.offset and extent.end <= end for start, end in runs)
+    """Say whether an extent lies in one of some runs, which are given in order and do not overlap."""
+    before = bisect_right(runs, extent.offset, key=lambda run: run[0])
+    return before > 0 and extent.end <= runs[before - 1][1]
 
 
 def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
@@ -253,26 +273,24 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
     return merged
 
 
-def _runs(extent: Extent) -> list[Run]:
+def _runs(extent: Extent, patience: Patience) -> list[Run]:
     """List an extent's runs.
 
     Raises:
-        TooIntricate: there are more than MAX_RUNS.
+        TooIntricate: there are more than patience is left for.
     """
-    if prod(count for count, _ in extent.repeats) > MAX_RUNS:
-        raise TooIntricate(f"{extent.nbytes // extent.run_bytes} runs")
+    patience.spend(prod(count for count, _ in extent.repeats))
     starts = [extent.offset]
     for count, step in extent.repeats:
         starts = [start + index * step for start in starts for index in range(count)]
     return [(start, start + extent.run_bytes) for start in starts]
 
 
-def _interlocked(spec: TensorSpec) -> list[Extent]:
+def _interlocked(spec: TensorSpec, patience: Patience) -> list[Extent]:
     """List the runs of a tensor whose strides do not nest, and find the regular patterns in them."""
     runs: list[Run] = [(spec.offset, spec.offset + spec.itemsize)]
     for step, count in _levels(spec):
-        if len(runs) * count > MAX_RUNS:
-            raise TooIntricate(f"{len(runs) * count} runs")
+        patience.spend(len(runs) * count)
         runs = _merge_runs(
             [(a + i * step, b + i * step) for i in range(count) for a, b in runs], touching=True
         )

@@ -15,11 +15,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchferry.core.compare import TensorPair, same_layout
-from torchferry.core.extents import Extent, footprint, nested_dims, union
+from torchferry.core.extents import Extent, Patience, TooIntricate, footprint, nested_dims, union
 from torchferry.core.manifest import Manifest
+from torchferry.errors import BadManifest
 
 
 class Direct(NamedTuple):
@@ -69,15 +71,24 @@ def land_in_place(
     local: Manifest,
     pairs: Sequence[TensorPair],
 ) -> Landings:
-    """Land every extent in the local tensors that were paired with the incoming ones."""
-    users = users_of(extents, incoming)
+    """Land every extent in the local tensors that were paired with the incoming ones.
+
+    Raises:
+        BadManifest: the incoming tensors overlap too irregularly to say which bytes are whose.
+    """
+    try:
+        users = users_of(extents, incoming)
+        footprints = [footprint(spec) for spec in incoming.tensors]
+    except TooIntricate as error:
+        raise BadManifest(f"overlapping views too irregular to tell apart ({error})") from None
     takers: defaultdict[int, list[TensorPair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         takers[pair.incoming].append(pair)
     landings: list[Landing] = []
     whole: dict[TensorPair, None] = {}
     for extent, tensors in zip(extents, users, strict=True):
-        landing, scratched = _land(extent, tensors, incoming, local, takers)
+        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
+        landing, scratched = _land(extent, tensors, covering, incoming, local, takers)
         landings.append(landing)
         whole.update(dict.fromkeys(scratched))
     # A tensor that is copied out of scratch must find all of itself there.
@@ -92,12 +103,12 @@ def land_in_place(
 def _land(
     extent: Extent,
     tensors: Sequence[int],
+    covering: set[int],
     incoming: Manifest,
     local: Manifest,
     takers: dict[int, list[TensorPair]],
 ) -> tuple[Landing, list[TensorPair]]:
     pairs = [pair for tensor in tensors for pair in takers.get(tensor, ())]
-    covering = {t for t in tensors if footprint(incoming.tensors[t]) == [extent]}
     blocks: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
     for pair in pairs:
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
@@ -124,33 +135,51 @@ def _land(
 
 
 def users_of(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
-    """For each extent, list the tensors that have bytes in it."""
+    """For each extent, list the tensors that have bytes in it.
+
+    Raises:
+        TooIntricate: too many of them overlap without being alike.
+    """
     users: list[list[int]] = [[] for _ in extents]
     exact = {extent: number for number, extent in enumerate(extents)}
     by_storage: defaultdict[int, list[int]] = defaultdict(list)
     for number, extent in enumerate(extents):
         by_storage[extent.storage].append(number)
+    reaches = {
+        storage: list(accumulate((extents[number].end for number in numbers), max))
+        for storage, numbers in by_storage.items()
+    }
+    footprints_patience, patience = Patience(), Patience()
     for tensor, spec in enumerate(incoming.tensors):
-        for used in footprint(spec):
+        for used in footprint(spec, footprints_patience):
             if used in exact:
                 users[exact[used]].append(tensor)
                 continue
-            for number in _overlapping(used, extents, by_storage[spec.storage]):
+            numbers = by_storage[spec.storage]
+            for number in _overlapping(used, extents, numbers, reaches[spec.storage], patience):
                 if tensor not in users[number][-1:]:
                     users[number].append(tensor)
     return users
 
 
-def _overlapping(used: Extent, extents: Sequence[Extent], numbers: Sequence[int]) -> list[int]:
-    """List the extents of a storage, given by address, that share bytes with `used`."""
+def _overlapping(
+    used: Extent, extents: Sequence[Extent], numbers: Sequence[int], reach: Sequence[int], patience: Patience
+) -> list[int]:
+    """List the extents of a storage, given by address, that share bytes with `used`.
+
+    `reach` says for each how far it and those before it go, so that the search knows where to stop.
+    """
     past = bisect_left(numbers, used.end, key=lambda number: extents[number].offset)
-    return [
-        number
-        for number in numbers[:past]
-        if extents[number].end > used.offset and _share_bytes(used, extents[number])
-    ]
+    found: list[int] = []
+    while past and reach[past - 1] > used.offset:
+        past -= 1
+        patience.spend(1)
+        extent = extents[numbers[past]]
+        if extent.end > used.offset and _share_bytes(used, extent, patience):
+            found.append(numbers[past])
+    return found[::-1]
 
 
-def _share_bytes(one: Extent, two: Extent) -> bool:
-    together = sum(extent.nbytes for extent in union((one, two)))
+def _share_bytes(one: Extent, two: Extent, patience: Patience) -> bool:
+    together = sum(extent.nbytes for extent in union((one, two), patience))
     return together < one.nbytes + two.nbytes

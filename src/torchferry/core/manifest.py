@@ -33,7 +33,7 @@ class Special:
 
     __slots__ = ("code", "data")
 
-    def __init__(self, code: int, data: bytes) -> None:
+    def __init__(self, code: int, data: bytes | memoryview) -> None:
         self.code = code
         self.data = data
 
@@ -44,7 +44,7 @@ class Special:
         return hash((self.code, self.data))
 
     def __repr__(self) -> str:
-        return f"Special({self.code}, {self.data!r})"
+        return f"Special({self.code}, {bytes(self.data[:64])!r}{'…' if len(self.data) > 64 else ''})"
 
 
 class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
@@ -92,6 +92,9 @@ class Manifest(Struct, frozen=True, array_like=True):
     tensors: tuple[TensorSpec, ...]
     storages: tuple[Count, ...]
 
+
+MAX_DIMS = 128
+"""The most dimensions of a tensor: more than any has, and few enough to work on one after the other."""
 
 VALUE = "value"
 """The kind of a leaf that has no tensors: its `traits` are the value."""

@@ -10,13 +10,21 @@ from typing import NamedTuple
 
 from torchferry.core.extents import Extent, extents_of, split
 from torchferry.core.manifest import Manifest
+from torchferry.core.protocol import MAX_MESSAGES
 
 CHUNK_BYTES = 8 << 20
 """Larger extents are cut into chunks of this size. Gloo moves 1 to 8 MiB messages faster than larger
 ones, and a chunk is what staging has to hold, so it bounds memory too."""
 
+MAX_CHUNK_BYTES = 1 << 30
+"""The largest chunk that a peer may ask for: staging has to hold one."""
+
 WINDOW_BYTES = 32 << 20
 """How much may be under way at once: enough to keep the link busy while the oldest is waited for."""
+
+
+class TooManyMessages(ValueError):
+    """A state that needs more messages than there are tags for."""
 
 
 class Message(NamedTuple):
@@ -45,6 +53,7 @@ def make_plan(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES) -> Plan:
 
     Raises:
         TooIntricate: views overlap in a pattern too irregular to list.
+        TooManyMessages: more than can be told apart.
     """
     extents = extents_of(manifest.tensors)
     messages: list[Message] = []
@@ -52,6 +61,11 @@ def make_plan(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES) -> Plan:
         position = 0
         for piece in split(extent, chunk_bytes):
             nbytes = piece.nbytes
+            if len(messages) == MAX_MESSAGES:
+                raise TooManyMessages(
+                    f"{sum(extent.nbytes for extent in extents)} bytes in chunks of {chunk_bytes} are more "
+                    f"than {MAX_MESSAGES} messages"
+                )
             messages.append(Message(len(messages), number, piece, position, nbytes))
             position += nbytes
     return Plan(tuple(extents), tuple(messages), sum(message.nbytes for message in messages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from torchferry.core.extents import Extent
+from torchferry.core.extents import Extent, TooIntricate
 from torchferry.core.landing import users_of
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Plan
@@ -44,9 +44,12 @@ def truth(manifest: Manifest, plan: Plan, *, posted: int, verified: Collection[i
 
 
 def paths_of(manifest: Manifest, extents: Sequence[Extent], numbers: Collection[int]) -> list[str]:
-    """Name the leaves that have bytes in the given extents."""
-    users = users_of(extents, manifest)
-    tensors = {tensor for number in numbers for tensor in users[number]}
+    """Name the leaves that have bytes in the given extents; all, if it would take too long to find out."""
+    try:
+        users = users_of(extents, manifest)
+        tensors = {tensor for number in numbers for tensor in users[number]}
+    except TooIntricate:
+        tensors = set(range(len(manifest.tensors)))
     return [
         format_path(path)
         for path, leaf in occurrences(manifest)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torchferry.core.manifest import Branch, Manifest, Special, Value
+from torchferry.core.showing import MOST_CHARACTERS, show, show_name
 
 MAX_DEPTH = 256
 """Deeper trees are refused: no state dict comes near, and a cycle would never end."""
@@ -93,5 +94,7 @@ def format_path(path: Sequence[Any]) -> str:
 
 def _format_key(key: object) -> str:
     if isinstance(key, Special):
-        return f"<{key.code}:{key.data.hex()}>"
-    return str(key)
+        return f"<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>"
+    if isinstance(key, str):
+        return show_name(key)
+    return show(key)

@@ -37,7 +37,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
 
     Raises:
         Unsendable: something in the state can't travel; nothing was sent.
-        StateChanged: the state was changed meanwhile; the receivers know.
+        StateChanged: the state was changed meanwhile; no receiver accepts a mixture.
         LinkError: the only peer could not be reached, or not in time.
         SendFailed: the same for some or all of several peers.
         GroupBroken: an earlier transfer failed on this group.

@@ -12,8 +12,12 @@ import pickle
 import pickletools
 
 from torchferry.core.codec import Envelope, decode, is_frame
-from torchferry.errors import BadManifest, PickleRefused, Unsendable
+from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
 from torchferry.pg_transport.contract import AncestorStateMeta, to_envelope
+
+MOST_OPCODES_BYTES = 1 << 16
+"""How far a pickle is read to find out whether it is plain data. No honest sender's is, so no more is worth
+the time: a frame of the greatest length would take minutes to read, and gigabytes to load."""
 
 # Opcodes that build plain data. Everything that is not listed is refused: what names a global, calls,
 # builds an instance, asks for a persistent or out-of-band object; what makes the unpickler set aside
@@ -79,7 +83,9 @@ def decode_any(frame: bytes, *, allow_pickle: bool) -> Envelope:
         raise BadManifest(f"the peer's metadata is a pickled {type(meta).__qualname__}, not a state's")
     try:
         return to_envelope(meta)
-    except (Unsendable, TypeError, ValueError, AttributeError, IndexError) as error:
+    except FerryError as error:
+        raise BadManifest(f"the peer's pickled metadata does not describe a state: {error.what}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise BadManifest(f"the peer's pickled metadata does not describe a state: {error}") from None
 
 
@@ -90,10 +96,16 @@ def refuse_code(frame: bytes) -> None:
     a refusal: the unpickler may understand more than this reader does, and go on past the place.
 
     Raises:
-        PickleRefused: an opcode in it is not plain data, or can't be read.
+        PickleRefused: an opcode in it is not plain data, or can't be read, or it is too long.
     """
     try:
         for opcode, _, at in pickletools.genops(frame):
+            if at is not None and at > MOST_OPCODES_BYTES:
+                raise PickleRefused(
+                    f"the peer's metadata looks like a pickle of {len(frame)} bytes, which is too long to "
+                    "find out whether it could run code; nothing of it was loaded. Send with torchferry, or "
+                    "set allow_pickle=True where the sender is trusted"
+                )
             if opcode.name not in _DATA:
                 raise PickleRefused(
                     f"the peer's metadata is a pickle with the opcode {opcode.name} at byte {at}, "

@@ -6,20 +6,25 @@ only what the payload says can be wrong: sparse indices that point nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from torchferry.core.compare import PICKLED, Pair
-from torchferry.core.manifest import VALUE, Leaf, Manifest
+from torchferry.core.manifest import VALUE, Manifest
+from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, occurrences, rebuild
 from torchferry.errors import BadManifest, FerryError, PickleRefused, StateError
 from torchferry.tensors.branches import build_branch, check_branch
 from torchferry.tensors.describe import Description
 from torchferry.tensors.kinds import Site, check_form, kind_named
-from torchferry.tensors.memory import Memory, check_dtype, new_memory, tensor_over
+from torchferry.tensors.memory import Memory, check_dtype, check_room, new_memory, tensor_over
 from torchferry.tensors.values import from_wire
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,19 +42,28 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
     """
     values: dict[int, object] = {}
+    seen: set[int] = set()
     for path, number in occurrences(manifest):
+        # A leaf may stand in a million places, and is looked at once.
+        if number in seen:
+            continue
+        seen.add(number)
         leaf = manifest.leaves[number]
         try:
             if leaf.kind == VALUE:
-                values.setdefault(number, from_wire(leaf.traits))
+                values[number] = from_wire(leaf.traits)
             elif leaf.kind == PICKLED:
-                values.setdefault(number, _unpickle(leaf.traits, site))
+                values[number] = _unpickle(leaf.traits, site)
             else:
-                check_form(kind_named(leaf.kind), leaf)
-                for part in leaf.parts:
-                    check_dtype(manifest.tensors[part])
+                specs = [manifest.tensors[part] for part in leaf.parts]
+                for spec in specs:
+                    check_dtype(spec)
+                check_form(kind_named(leaf.kind), leaf, specs)
         except FerryError as error:
             raise _at(path, error) from None
+    for spec in manifest.tensors:
+        # Those of no leaf are made, too.
+        check_dtype(spec)
     for branch in manifest.branches:
         check_branch(branch)
     return Prepared(manifest, values)
@@ -76,11 +90,12 @@ def allocate(manifest: Manifest) -> tuple[Memory, ...]:
     Raises:
         StateError: there is not enough.
     """
+    total = sum(manifest.storages)
+    check_room(total, "the incoming state")
     cpu = torch.device("cpu")
     try:
         return tuple(new_memory(nbytes, cpu) for nbytes in manifest.storages)
     except (RuntimeError, MemoryError) as error:
-        total = sum(manifest.storages)
         raise StateError(f"no memory for the {total} bytes of the incoming state: {error}") from None
 
 
@@ -91,7 +106,7 @@ def assemble_fresh(prepared: Prepared, memories: Sequence[Memory], site: Site) -
         PeerError: a leaf can't be built out of what arrived; names its path.
     """
     manifest = prepared.manifest
-    tensors = [tensor_over(memories[spec.storage], spec) for spec in manifest.tensors]
+    tensors = [_made("tensor", tensor_over, memories[spec.storage], spec) for spec in manifest.tensors]
     built: dict[int, object] = dict(prepared.values)
     places = occurrences(manifest)
     for path, number in places:
@@ -99,17 +114,21 @@ def assemble_fresh(prepared: Prepared, memories: Sequence[Memory], site: Site) -
             leaf = manifest.leaves[number]
             parts = [tensors[part] for part in leaf.parts]
             try:
-                built[number] = _build(leaf, parts, site)
+                built[number] = _made(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site)
             except FerryError as error:
                 raise _at(path, error) from None
     return rebuild(manifest, (built[number] for _, number in places), build_branch)
 
 
-def _build(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make something out of what arrived. Whatever torch thinks of it, it is the peer that sent it."""
     try:
-        return kind_named(leaf.kind).rebuild(leaf, parts, site)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise BadManifest(f"a {leaf.kind} that can't be put together: {error}") from None
+        return make(*args, **kwargs)
+    except FerryError:
+        raise
+    except Exception as error:
+        said = str(error)[:MOST_CHARACTERS]
+        raise BadManifest(f"a {what} that can't be put together: {said}") from None
 
 
 def assemble_in_place(

@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torchferry.core.manifest import Branch, Value
+from torchferry.core.showing import MOST_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import registry
-from torchferry.tensors.values import from_wire, to_wire
+from torchferry.tensors.values import distinct, from_wire, set_attributes, to_wire
 
 _FACTORIES: dict[str, type] = {
     cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
 }
+
+
+_FIELDS_SHOWN = 20
 
 
 class Opened(NamedTuple):
@@ -65,12 +69,15 @@ def build_branch(branch: Branch, children: list[object]) -> object:
     """
     kind = _by_name.get(branch.kind)
     if kind is None:
-        raise BadManifest(f"a container of unknown kind {branch.kind!r}")
+        raise BadManifest(f"a container of unknown kind {show(branch.kind)}")
+    if (branch.keys is None) != (branch.kind in _WITHOUT_KEYS):
+        raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
     try:
         keys = [from_wire(key) for key in branch.keys or ()]
-        return kind.put_together(keys, children, branch.extra)
-    except (TypeError, ValueError, KeyError) as error:
-        raise BadManifest(f"a {branch.kind} that can't be put together: {error!r}") from None
+        return kind.put_together([*distinct(keys)], children, branch.extra)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
+        said = str(error)[:MOST_CHARACTERS]
+        raise BadManifest(f"a {branch.kind} that can't be put together: {said}") from None
 
 
 def check_branch(branch: Branch) -> None:
@@ -99,7 +106,9 @@ def _attributes(value: Any) -> Value:
 def _set_attributes(built: object, extra: Value) -> None:
     attributes = from_wire(extra)
     if isinstance(attributes, dict):
-        vars(built).update(attributes)
+        set_attributes(built, attributes)
+    elif attributes is not None:
+        raise TypeError("attributes that are no dict")
 
 
 def _build_ordered(keys: list[Any], children: list[object], extra: Value) -> object:
@@ -134,6 +143,12 @@ def _build_counter(keys: list[Any], children: list[Any], extra: Value) -> object
     return built
 
 
+def _build_deque(children: list[object], maxlen: Value) -> object:
+    if maxlen is not None and (type(maxlen) is not int or maxlen < len(children)):
+        raise ValueError(f"{len(children)} items in a deque for {show(maxlen)}")
+    return deque(children, maxlen)
+
+
 def _open_fields(kind: str) -> Callable[[Any], Opened]:
     def take_apart(value: Any) -> Opened:
         cls = type(value)
@@ -166,10 +181,13 @@ def _build_fields(keys: list[Any], children: list[object], extra: Value) -> obje
     cls = registry.look_up(extra)
     fields = field_names(cls)
     if tuple(keys) != fields:
+        theirs = ", ".join(show_name(str(key)) for key in keys[:_FIELDS_SHOWN])
         raise UnknownType(
-            f"{extra} has the fields {', '.join(fields)} here and {', '.join(keys)} at the peer: "
+            f"{extra} has the fields {', '.join(fields)} here and {theirs} at the peer: "
             "run the same code on both sides"
         )
+    if len(children) != len(fields):
+        raise ValueError(f"{len(children)} values for {len(fields)} fields")
     if registry.is_namedtuple(cls):
         return tuple.__new__(cls, children)
     built: object = object.__new__(cls)
@@ -195,7 +213,8 @@ _by_type: dict[type, BranchKind] = {
     deque: BranchKind(
         "deque",
         lambda v: Opened("deque", None, list(v), v.maxlen),
-        lambda _, children, maxlen: deque(children, maxlen),
+        lambda _, children, maxlen: _build_deque(children, maxlen),
     ),
 }
+_WITHOUT_KEYS = frozenset({"list", "tuple", "deque"})
 _by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}

@@ -11,7 +11,7 @@ from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Message
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import Memory, new_memory, raw_over, reread, run_of, store
+from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, store
 from torchferry.tensors.spread import once, spread
 
 
@@ -91,5 +91,6 @@ class Ground:
         storage = ~place.storage
         if storage not in self._scratch:
             nbytes = self._incoming.storages[storage]
+            check_room(nbytes, "scratch memory for a tensor of another layout")
             self._scratch[storage] = new_memory(nbytes, torch.device("cpu"))
         return self._scratch[storage]

@@ -8,6 +8,7 @@ does not see it.
 from __future__ import annotations
 
 import ctypes
+import os
 from math import gcd
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import TensorSpec
-from torchferry.errors import BadManifest
+from torchferry.core.showing import show
+from torchferry.errors import BadManifest, StateError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,6 +51,23 @@ class Memory(NamedTuple):
     def at(self, delta: int) -> Memory:
         """See the same storage from `delta` bytes further on."""
         return self._replace(base=self.base + delta)
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """Check that this machine could hold so many bytes at all, before any memory is set aside.
+
+    Memory that is asked for is often given whether or not it is there, and the process killed when it is
+    used. A peer that claims what can't be, or spreads a few bytes over a span that can't be, is told so here.
+
+    Raises:
+        StateError: it has less memory than that.
+    """
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > has:
+        raise StateError(
+            f"no memory for the {nbytes} bytes of {what}: this machine has {has}. If its tensors are views "
+            "that lie far apart in a large storage, clone() them at the sender"
+        )
 
 
 def new_memory(nbytes: int, device: torch.device) -> Memory:
@@ -127,7 +146,7 @@ def check_dtype(spec: TensorSpec) -> None:
     """
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.dtype.startswith("q"):
-        raise BadManifest(f"this torch has no dtype {spec.dtype!r} that can be held as bytes")
+        raise BadManifest(f"this torch has no dtype {show(spec.dtype)} that can be held as bytes")
     if dtype.itemsize != spec.itemsize:
         raise BadManifest(f"{spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize}")
     if spec.conj and not dtype.is_complex:

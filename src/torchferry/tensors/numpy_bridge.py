@@ -7,13 +7,21 @@ imports; only rebuilding does, and says so plainly if it can't.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from typing import Any
 
 import torch
 
 from torchferry.core.manifest import Value
+from torchferry.core.showing import MOST_CHARACTERS, show
 from torchferry.errors import UnknownType
+
+MAX_DIMS = 64
+"""The most dimensions of an ndarray."""
+
+# A byte order, a kind, a size, and for times the unit.
+_FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
 
 
 class Scalar:
@@ -70,8 +78,8 @@ def dtype_from_wire(wire: Value) -> Any:
     """
     try:
         dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
-    except (SyntaxError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a numpy dtype: {error}") from None
+    except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a numpy dtype: {str(error)[:MOST_CHARACTERS]}") from None
     if not is_bytes(dtype):
         raise ValueError("a numpy dtype that is not plain bytes")
     return dtype
@@ -86,11 +94,18 @@ def _descr_to_wire(descr: Any) -> Value:
 
 
 def _descr_from_wire(wire: Value) -> Any:
-    if isinstance(wire, dict):
-        return [_descr_from_wire(field) for field in wire["fields"]]
-    if isinstance(wire, list):
-        return tuple(_descr_from_wire(part) for part in wire)
-    return wire
+    """Make numpy's description again: a format, or a list of fields, and nothing else numpy might parse."""
+    if isinstance(wire, str):
+        if not _FORMAT.fullmatch(wire):
+            raise ValueError(f"no format {show(wire)}")
+        return wire
+    return [_field_from_wire(*field) for field in wire["fields"]]
+
+
+def _field_from_wire(name: Value, descr: Value, shape: Value = None) -> Any:
+    name = tuple(name) if isinstance(name, list) else name
+    field = (name, _descr_from_wire(descr))
+    return field if shape is None else (*field, tuple(shape))
 
 
 def scalar_to_wire(value: Any) -> Value:

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 from typing import TypeVar
 
+from torchferry.core.showing import show_name
 from torchferry.errors import BadArgument, UnknownType
 
 T = TypeVar("T", bound=type)
@@ -50,10 +51,10 @@ def look_up(name: str) -> type:
     """
     try:
         return _types[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UnknownType(
-            f"the type {name} is not registered in this process: call "
-            f"torchferry.register({str(name).rpartition('.')[2]}) before receiving"
+            f"the type {show_name(str(name))} is not registered in this process: call "
+            f"torchferry.register({show_name(str(name).rpartition('.')[2])}) before receiving"
         ) from None
 
 

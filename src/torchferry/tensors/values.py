@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from torchferry.core.codec import pack, unpack
 from torchferry.core.manifest import Special, Value
+from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge, registry
+
+T = TypeVar("T")
+
+_MOST_OF_ONE_HASH = 100
+"""Keys of one dict that may have the same hash. By chance there are no two but -1 and -2."""
 
 _AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
 
@@ -69,6 +75,8 @@ def from_wire(value: Value) -> object:
         UnknownType: a type that is not registered, or needs a library that is not installed.
     """
     if type(value) is not Special:
+        if isinstance(value, (list, dict)):
+            raise BadManifest(f"a bare {type(value).__qualname__} where a value should be")
         return value
     kind = _by_code.get(value.code)
     if kind is None:
@@ -82,9 +90,29 @@ def from_wire(value: Value) -> object:
         AttributeError,
         ArithmeticError,
         RuntimeError,
+        MemoryError,
         struct.error,
     ) as error:
-        raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {error!r}") from None
+        said = f"{type(error).__qualname__}: {str(error)[:MOST_CHARACTERS]}"
+        raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {said}") from None
+
+
+def distinct(keys: Sequence[object]) -> Sequence[object]:
+    """Give the keys of a mapping or the members of a set back, once it is known that they can be.
+
+    Wire values that differ may be equal once decoded. And a peer can choose ints and tuples that all have
+    one hash: a hundred thousand of them take minutes to enter, and nothing else runs meanwhile.
+
+    Raises:
+        ValueError: two of them are equal, or too many have the same hash.
+        TypeError: one can't be hashed.
+    """
+    crowds = Counter(map(hash, keys))
+    if crowds and max(crowds.values()) > _MOST_OF_ONE_HASH:
+        raise ValueError("keys that were chosen to collide")
+    if len(set(keys)) != len(keys):
+        raise ValueError("the same key twice")
+    return keys
 
 
 def can_travel(value: object) -> bool:
@@ -127,7 +155,11 @@ def _wire_list(values: Any) -> Value:
 
 
 def _unwire_list(values: Value) -> list[object]:
-    return [from_wire(value) for value in values]
+    return [from_wire(value) for value in _only(list, values)]
+
+
+def _unwire_members(values: Value) -> Sequence[object]:
+    return distinct(_unwire_list(values))
 
 
 def _sorted_wire(values: Any) -> Value:
@@ -140,14 +172,32 @@ def _wire_pairs(mapping: Any) -> Value:
 
 
 def _unwire_pairs(pairs: Value) -> list[tuple[Any, object]]:
-    return [(from_wire(key), from_wire(value)) for key, value in pairs]
+    found = [(from_wire(key), from_wire(value)) for key, value in _only(list, pairs)]
+    distinct([key for key, _ in found])
+    return found
 
 
 def _unwire_ordered(wire: Value) -> OrderedDict[object, object]:
     pairs, attributes = wire
     built = OrderedDict(_unwire_pairs(pairs))
-    vars(built).update(_unwire_pairs(attributes))
+    set_attributes(built, dict(_unwire_pairs(attributes)))
     return built
+
+
+def set_attributes(built: object, attributes: dict[Any, object]) -> None:
+    """Put back what was set on a container itself, such as a state dict's `_metadata`.
+
+    Raises:
+        TypeError: one of the names is not a name.
+    """
+    vars(built).update({_only(str, name): value for name, value in attributes.items()})
+
+
+def _only(kind: type[T], value: Any) -> T:
+    """Hold a payload to its type, where Python would take others and mean something else by them."""
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__qualname__}, not {kind.__qualname__}")
+    return value
 
 
 def _int_to_bytes(value: int) -> bytes:
@@ -165,7 +215,7 @@ def _enum_from_wire(wire: Value) -> object:
     cls = registry.look_up(name)
     if not issubclass(cls, enum.Enum):
         raise ValueError(f"{name} is not an enum")
-    return cls(from_wire(member)) if issubclass(cls, enum.Flag) else cls[member]
+    return cls(_only(int, from_wire(member))) if issubclass(cls, enum.Flag) else cls[member]
 
 
 def _named(kind: type) -> Callable[[Value], object]:
@@ -182,11 +232,11 @@ _ENUM = ValueKind(40, enum.Enum, _enum_to_wire, _enum_from_wire)
 _NUMPY_SCALAR = ValueKind(41, numpy_bridge.Scalar, numpy_bridge.scalar_to_wire, numpy_bridge.scalar_from_wire)
 
 _KINDS = (
-    ValueKind(2, int, _int_to_bytes, lambda data: int.from_bytes(data, "little", signed=True)),
+    ValueKind(2, int, _int_to_bytes, lambda data: int.from_bytes(_only(bytes, data), "little", signed=True)),
     ValueKind(3, complex, lambda z: struct.pack("<dd", z.real, z.imag),
               lambda data: complex(*struct.unpack("<dd", data))),
-    # Through a memoryview, because bytearray makes of a number so many zeros.
-    ValueKind(4, bytearray, bytes, lambda data: bytearray(memoryview(data))),
+    # Only of bytes, because bytearray makes of a number so many zeros.
+    ValueKind(4, bytearray, bytes, lambda data: bytearray(_only(bytes, data))),
     ValueKind(5, range, lambda r: _wire_list((r.start, r.stop, r.step)),
               lambda wire: range(*_unwire_list(wire))),  # type: ignore[call-overload]
     ValueKind(6, slice, lambda s: _wire_list((s.start, s.stop, s.step)),
@@ -197,14 +247,14 @@ _KINDS = (
     ValueKind(17, list, _wire_list, _unwire_list),
     ValueKind(18, dict, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
     ValueKind(19, OrderedDict, lambda d: [_wire_pairs(d), _wire_pairs(vars(d))], _unwire_ordered),
-    ValueKind(20, set, _sorted_wire, lambda wire: set(_unwire_list(wire))),
-    ValueKind(21, frozenset, _sorted_wire, lambda wire: frozenset(_unwire_list(wire))),
-    ValueKind(32, torch.Size, list, torch.Size),
+    ValueKind(20, set, _sorted_wire, lambda wire: set(_unwire_members(wire))),
+    ValueKind(21, frozenset, _sorted_wire, lambda wire: frozenset(_unwire_members(wire))),
+    ValueKind(32, torch.Size, list, lambda wire: torch.Size(_only(list, wire))),
     ValueKind(33, torch.dtype, str, _named(torch.dtype)),
     ValueKind(34, torch.layout, str, _named(torch.layout)),
     ValueKind(35, torch.memory_format, str, _named(torch.memory_format)),
     ValueKind(36, torch.qscheme, str, _named(torch.qscheme)),
-    ValueKind(37, torch.device, str, torch.device),
+    ValueKind(37, torch.device, str, lambda name: torch.device(_only(str, name))),
 )  # fmt: skip
 
 _by_type = {kind.type: kind for kind in _KINDS}

@@ -9,6 +9,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from torchferry.core.showing import show
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Part, Site, check_form
@@ -62,4 +63,4 @@ def kind_named(name: str) -> Kind:
     try:
         return _by_name[name]
     except KeyError:
-        raise BadManifest(f"a leaf of unknown kind {name!r}") from None
+        raise BadManifest(f"a leaf of unknown kind {show(name)}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchferry.core.manifest import Leaf
-from torchferry.errors import BadManifest
+from torchferry.core.manifest import Leaf, TensorSpec
+from torchferry.core.showing import MOST_CHARACTERS
+from torchferry.errors import BadManifest, FerryError
 
 Part = Callable[[torch.Tensor], int]
 """Enters a strided tensor into the manifest and gives its number."""
@@ -29,6 +30,10 @@ def _keep(leaf: Leaf, local: Any) -> Any:
     return local
 
 
+def _nothing_more(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    """For kinds of which any leaf of the right form is sound."""
+
+
 class Kind(NamedTuple):
     """One kind of leaf.
 
@@ -37,7 +42,8 @@ class Kind(NamedTuple):
     `describe` enters nothing before it knows that the value can travel: what is entered is sent.
 
     `fixed` and `traits` are the types of what a Leaf of this kind has there, and `parts` is the number of
-    its tensors, None if that varies: what a peer sends is held to them before anything else is done.
+    its tensors, None if that varies: what a peer sends is held to them before anything else is done. `check`
+    then raises whatever it likes, if the numbers in it can't be, or would take for ever to rebuild.
     """
 
     name: str
@@ -47,10 +53,11 @@ class Kind(NamedTuple):
     fixed: Any
     traits: Any
     adopt: Callable[[Leaf, Any], object] = _keep
+    check: Callable[[Leaf, Sequence[TensorSpec]], None] = _nothing_more
 
 
-def check_form(kind: Kind, leaf: Leaf) -> None:
-    """Check that a leaf from a peer has what its kind needs.
+def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    """Check that a leaf from a peer, with the tensors it names, has what its kind needs.
 
     Raises:
         BadManifest: it has not.
@@ -60,5 +67,8 @@ def check_form(kind: Kind, leaf: Leaf) -> None:
     try:
         msgspec.convert(leaf.fixed, kind.fixed)
         msgspec.convert(leaf.traits, kind.traits)
-    except msgspec.ValidationError as error:
-        raise BadManifest(f"a malformed {kind.name}: {error}") from None
+        kind.check(leaf, specs)
+    except FerryError:
+        raise
+    except Exception as error:
+        raise BadManifest(f"a malformed {kind.name}: {str(error)[:MOST_CHARACTERS]}") from None

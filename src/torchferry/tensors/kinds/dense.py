@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Annotated
 
-from torchferry.core.manifest import Leaf
+import torch
+from msgspec import Meta
+
+from torchferry.core.manifest import MAX_DIMS, Leaf, TensorSpec
 from torchferry.errors import Unsendable
 from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.memory import DTYPES
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
+
+Grad = Annotated[int, Meta(ge=0, le=_REQUIRES_GRAD | _PARAMETER)]
 
 
 def grad_traits(tensor: torch.Tensor) -> int:
@@ -23,6 +30,17 @@ def with_grad_traits(tensor: torch.Tensor, traits: int) -> torch.Tensor:
     if traits & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def check_grad(traits: int, spec: TensorSpec) -> None:
+    """Check that a tensor from a peer can require a gradient, if it is said to.
+
+    Raises:
+        ValueError: it can't.
+    """
+    dtype = DTYPES[spec.dtype]
+    if traits & _REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"{spec.dtype} has no gradient")
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -42,6 +60,8 @@ def check_dense(tensor: torch.Tensor) -> None:
             f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''} can't travel: "
             "send the strided tensors that it is made of"
         )
+    if tensor.ndim > MAX_DIMS:
+        raise Unsendable(f"a tensor of {tensor.ndim} dimensions can't travel, only up to {MAX_DIMS} can")
     if tensor.device.type == "meta":
         raise Unsendable("a tensor on the meta device has no data: materialise it first")
     if tensor._is_zerotensor():
@@ -70,4 +90,8 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     return with_grad_traits(parts[0], leaf.traits or 0)
 
 
-DENSE = Kind("tensor", _describe, _rebuild, parts=1, fixed=None, traits=int | None)
+def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    check_grad(leaf.traits or 0, specs[0])
+
+
+DENSE = Kind("tensor", _describe, _rebuild, parts=1, fixed=None, traits=Grad | None, check=_check)

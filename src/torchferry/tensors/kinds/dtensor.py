@@ -9,6 +9,8 @@ this process that have the same ranks. Where it has none, for it is not in that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -20,10 +22,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchferry.core.manifest import Count, Leaf, Value
+from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec, Value
+from torchferry.core.showing import show
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.kinds.base import Kind, Part, Site
-from torchferry.tensors.kinds.dense import check_dense, grad_traits, with_grad_traits
+from torchferry.tensors.kinds.dense import Grad, check_dense, check_grad, grad_traits, with_grad_traits
 
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 
@@ -43,7 +46,7 @@ class _Mesh(TypedDict):
 
 
 class _Traits(TypedDict):
-    grad: int
+    grad: Grad
     stride: list[Count]
     mesh: _Mesh
 
@@ -79,6 +82,38 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
     built = DTensor(parts[0], spec, requires_grad=False)
     return with_grad_traits(built, traits["grad"])
+
+
+def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    fixed, traits = leaf.fixed, leaf.traits
+    check_grad(traits["grad"], specs[0])
+    shape, mesh = fixed["shape"], traits["mesh"]
+    if len(shape) > MAX_DIMS or len(shape) != len(traits["stride"]):
+        raise ValueError("a shape and strides that do not go together")
+    if prod(n for n in shape if n) * specs[0].itemsize >= 2**63:
+        raise ValueError("more items than can be counted")
+    placements = [_placement_from_wire(wire) for wire in fixed["placements"]]
+    for placement in placements:
+        if isinstance(placement, (Shard, _StridedShard)) and not 0 <= placement.dim < len(shape):
+            raise ValueError(f"{placement} of {len(shape)} dimensions")
+    if not len(placements) == len(fixed["mesh"]) == len(mesh["sizes"]) == len(mesh["strides"]) <= MAX_DIMS:
+        raise ValueError("placements and a mesh that do not go together")
+    _check_mesh(mesh)
+
+
+def _check_mesh(mesh: Any) -> None:
+    # torch lists all that a mesh claims to hold, so it may claim no more ranks than it brings.
+    if torch.device(mesh["device"]).type != mesh["device"]:
+        raise ValueError(f"no device type {show(mesh['device'])}")
+    if mesh["names"] is not None and len(mesh["names"]) != len(mesh["sizes"]):
+        raise ValueError("as many names as dimensions, or none")
+    sizes = [n for dim in mesh["sizes"] for n in dim]
+    strides = [n for dim in mesh["strides"] for n in dim]
+    reach = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    if 0 in sizes or prod(sizes) > len(mesh["ranks"]) or reach >= len(mesh["ranks"]):
+        raise ValueError(f"a mesh of {len(mesh['ranks'])} ranks that needs more")
+    if max(mesh["ranks"]) >= 2**31:
+        raise ValueError(f"a rank {max(mesh['ranks'])}")
 
 
 def _own_mesh(mesh: DeviceMesh | None, shape: list[int], names: list[str] | None) -> DeviceMesh | None:
@@ -119,7 +154,7 @@ def _placement_from_wire(wire: Any) -> Placement:
             return Partial(reduction)
         case ["strided", int(dim), int(factor)]:
             return _StridedShard(dim, split_factor=factor)
-    raise BadManifest(f"a placement {wire!r} that is not known")
+    raise BadManifest(f"a placement {show(wire)} that is not known")
 
 
 def _mesh_to_wire(mesh: DeviceMesh) -> Value:
@@ -180,4 +215,4 @@ def _groups_along(mesh: DeviceMesh) -> list[Any] | None:
     return found if len(found) == mesh.ndim else None
 
 
-DTENSOR = Kind("dtensor", _describe, _rebuild, 1, _Fixed, _Traits)
+DTENSOR = Kind("dtensor", _describe, _rebuild, 1, _Fixed, _Traits, check=_check)

@@ -6,11 +6,13 @@ are entered forwards and turned round again, because a tensor's strides can't be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
 
-from torchferry.core.manifest import Count, Leaf, Value
+from torchferry.core.manifest import Count, Leaf, TensorSpec, Value
+from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Part, Site
@@ -66,8 +68,18 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     return array
 
 
+def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    dtype = numpy_bridge.dtype_from_wire(leaf.fixed["dtype"])
+    (spec,) = specs
+    if spec.dtype != "uint8" or not spec.shape or spec.shape[-1] != dtype.itemsize or spec.conj or spec.neg:
+        raise ValueError(f"these bytes are no array of {str(dtype)[:MOST_CHARACTERS]}")
+    backwards = leaf.fixed["backwards"]
+    if len(spec.shape) > numpy_bridge.MAX_DIMS + 1 or any(axis >= len(spec.shape) - 1 for axis in backwards):
+        raise ValueError("axes that it does not have")
+
+
 def _turn(ndim: int, axes: list[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
 
 
-NDARRAY = Kind("ndarray", _describe, _rebuild, 1, _Fixed, _Traits)
+NDARRAY = Kind("ndarray", _describe, _rebuild, 1, _Fixed, _Traits, check=_check)

@@ -6,6 +6,8 @@ is known of everybody's shards stays as the sender told it, but for those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -16,10 +18,12 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     TensorProperties,
 )
+from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 
-from torchferry.core.manifest import Count, Leaf, Value
+from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec, Value
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.kinds.dense import check_dense
+from torchferry.tensors.memory import DTYPES
 from torchferry.tensors.values import from_wire, to_wire
 
 
@@ -66,20 +70,47 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     ]
     whole = _whole_metadata(leaf)
     requires_grad = leaf.traits["requires_grad"]
-    # The base's initialiser: ShardedTensor's own insists that this rank already owned these shards.
-    built: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(
-        [
-            Shard(tensor.requires_grad_() if requires_grad else tensor, meta)
-            for tensor, meta in zip(parts, mine, strict=True)
-        ],
-        whole,
+    # Not through an initialiser: ShardedTensor's own insists that this rank already owned these shards, and
+    # its base's compares each shard with each other, which of a peer's shards may take for ever.
+    built: Any = ShardedTensorBase.__new__(
+        ShardedTensor,
+        _infer_sharding_spec_from_shards_metadata(whole.shards_metadata),
+        whole.size,
+        dtype=whole.tensor_properties.dtype,
+        layout=torch.strided,
+        pin_memory=False,
+        requires_grad=requires_grad,
     )
+    built._local_shards = [
+        Shard(tensor.requires_grad_() if requires_grad else tensor, meta)
+        for tensor, meta in zip(parts, mine, strict=True)
+    ]
     built._metadata = whole
     if dist.is_initialized():
         built._prepare_init()
     else:
         built._process_group = None  # for what needs none: without it, even size() fails
     return built
+
+
+def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    size, shards = leaf.fixed["size"], leaf.fixed["shards"]
+    dtype, memory_format = from_wire(leaf.traits["dtype"]), from_wire(leaf.traits["memory_format"])
+    if not isinstance(dtype, torch.dtype) or not isinstance(memory_format, torch.memory_format):
+        raise TypeError("a dtype or memory format that is none")
+    if leaf.traits["requires_grad"] and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"{dtype} has no gradient")
+    if any(DTYPES[spec.dtype] is not dtype for spec in specs) or len(shards) != len(specs):
+        raise ValueError("shards that are not those of the whole")
+    if len(size) > MAX_DIMS or prod(n for n in size if n) * dtype.itemsize >= 2**63:
+        raise ValueError("more items than can be counted")
+    if not leaf.traits["all"]:
+        raise ValueError("no shards at all")
+    for offsets, sizes, *_ in (*shards, *leaf.traits["all"]):
+        if not len(offsets) == len(sizes) == len(size):
+            raise ValueError(f"a shard of {len(sizes)} dimensions, not {len(size)}")
+        if any(at + n > end for at, n, end in zip(offsets, sizes, size, strict=True)):
+            raise ValueError("a shard beyond the end of the whole")
 
 
 def _whole_metadata(leaf: Leaf) -> ShardedTensorMetadata:
@@ -98,4 +129,4 @@ def _whole_metadata(leaf: Leaf) -> ShardedTensorMetadata:
     )
 
 
-SHARDED = Kind("sharded", _describe, _rebuild, None, _Fixed, _Traits)
+SHARDED = Kind("sharded", _describe, _rebuild, None, _Fixed, _Traits, check=_check)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, TypedDict
 
 import torch
 
-from torchferry.core.manifest import Count, Leaf
+from torchferry.core.manifest import Count, Leaf, TensorSpec
 from torchferry.errors import BadManifest
 from torchferry.tensors.kinds.base import Kind, Part, Site
-from torchferry.tensors.kinds.dense import check_dense, grad_traits, with_grad_traits
+from torchferry.tensors.kinds.dense import Grad, check_dense, check_grad, grad_traits, with_grad_traits
 
 _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
+
+
+_MOST_EXPANDED = 1 << 24
+"""How many indices may be made out of fewer by expanding."""
 
 
 class _Fixed(TypedDict):
@@ -22,7 +28,7 @@ class _Fixed(TypedDict):
 
 
 class _Traits(TypedDict):
-    grad: int
+    grad: Grad
     coalesced: bool | None
 
 
@@ -41,6 +47,19 @@ def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
         check_invariants=True,
     )
     return with_grad_traits(built, leaf.traits["grad"])
+
+
+def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
+    check_grad(leaf.traits["grad"], specs[-1])
+    if prod(leaf.fixed["size"]) >= 2**63:
+        raise ValueError("more items than can be counted")
+    if (leaf.kind == COO.name) != isinstance(leaf.traits["coalesced"], bool):
+        raise ValueError("coalesced or not is a question for COO")
+    for indices in specs[:-1]:
+        # Every index is looked at when the tensor is made, and an expanded one may claim 2**60 of them.
+        reach = 1 + sum((n - 1) * step for n, step in zip(indices.shape, indices.stride, strict=True))
+        if prod(indices.shape) > max(reach, _MOST_EXPANDED):
+            raise ValueError("indices that share memory")
 
 
 def _adopt_coo(leaf: Leaf, local: Any) -> Any:
@@ -87,5 +106,5 @@ def _leaf(
     )
 
 
-COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo)
-COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits)
+COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo, _check)
+COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, check=_check)

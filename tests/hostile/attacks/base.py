@@ -1,0 +1,117 @@
+"""What an attack is: bytes that a hostile peer sends as metadata, and what must become of them.
+
+To add one: write a function in the module of its family that gives the frame, say in its docstring what it
+tries, and decorate it. `tests/hostile/test_attacks.py` does the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.msgpack import Encoder, Ext
+from xxhash import xxh3_64_intdigest
+
+from torchferry.core.codec import MAGIC, VERSION, Envelope, encode
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.errors import BadManifest, FerryError
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A hostile frame. Its `payload` is sent after it; no `error` means that it may also be harmless."""
+
+    family: str
+    name: str
+    build: Callable[[], bytes]
+    error: type[FerryError] | None
+    payload: Sequence[bytes]
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.name}"
+
+
+ATTACKS: list[Attack] = []
+
+
+def attack(
+    error: type[FerryError] | None = BadManifest, *, payload: Sequence[bytes] = ()
+) -> Callable[[Callable[[], bytes]], Callable[[], bytes]]:
+    """Enter a function that builds a frame among the attacks."""
+
+    def enter(build: Callable[[], bytes]) -> Callable[[], bytes]:
+        family = build.__module__.rpartition(".")[2]
+        ATTACKS.append(Attack(family, build.__name__, build, error, payload))
+        return build
+
+    return enter
+
+
+def attacks(family: str, frames: dict[str, Callable[[], bytes]]) -> None:
+    """Enter many attacks of one sort, all of which must be called a bad manifest."""
+    ATTACKS.extend(Attack(family, name, build, BadManifest, ()) for name, build in frames.items())
+
+
+def frame_of(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES, **terms: Any) -> bytes:
+    """Encode a manifest as an honest sender would, whatever is in it."""
+    return encode(Envelope(manifest, chunk_bytes, **terms))
+
+
+def framed(body: bytes) -> bytes:
+    """Put magic, version and the right digest before any bytes."""
+    return struct.pack("<4sBQ", MAGIC, VERSION, xxh3_64_intdigest(body)) + body
+
+
+_encoder = Encoder(enc_hook=lambda special: Ext(special.code, special.data))
+
+
+def raw(envelope: object) -> bytes:
+    """Frame what is in no way an Envelope, as MessagePack."""
+    return framed(_encoder.encode(envelope))
+
+
+def one_value(traits: object, kind: str = "value") -> Manifest:
+    """A state that is one value."""
+    return Manifest(-1, (Branch("list", (0,)),), (Leaf(kind, traits=traits),), (), ())
+
+
+def value(special: Special | object) -> bytes:
+    """The frame of a state that is one value."""
+    return frame_of(one_value(special))
+
+
+def container(branch: Branch) -> bytes:
+    """The frame of a state that is one container of values without meaning."""
+    return frame_of(Manifest(-1, (branch,), (Leaf("value"),), (), ()))
+
+
+def spec(
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    *,
+    dtype: str = "float32",
+    itemsize: int = 4,
+    storage: int = 0,
+    offset: int = 0,
+    **bits: bool,
+) -> TensorSpec:
+    """Describe a tensor, soundly unless told otherwise."""
+    return TensorSpec(dtype, itemsize, shape, stride, storage, offset, **bits)
+
+
+def tensors(*specs: TensorSpec, storages: tuple[int, ...] | None = None, **terms: Any) -> bytes:
+    """The frame of a list of tensors; storages are as large as they need to be."""
+    if storages is None:
+        ends = [0] * (1 + max(spec.storage for spec in specs))
+        for each in specs:
+            last = sum((n - 1) * step for n, step in zip(each.shape, each.stride, strict=True))
+            end = each.offset + (last + 1) * each.itemsize if 0 not in each.shape else 0
+            ends[each.storage] = max(ends[each.storage], end)
+        storages = tuple(ends)
+    leaves = tuple(Leaf("tensor", (number,)) for number in range(len(specs)))
+    root = Branch("list", tuple(range(len(specs))))
+    return frame_of(Manifest(-1, (root,), leaves, specs, storages), **terms)

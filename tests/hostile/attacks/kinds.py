@@ -1,0 +1,240 @@
+"""Leaves with tensors: sparse, distributed, sharded, numpy's, each with what its kind can't have."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from tests.hostile.attacks.base import attack, attacks, frame_of, spec
+from torchferry.core.codec import pack
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.errors import BadManifest
+
+LONG = {"dtype": "int64", "itemsize": 8}
+INDICES = spec((2, 2), (2, 1), **LONG)  # type: ignore[arg-type]
+VALUES = spec((2,), storage=1)
+BYTES = spec((4, 4), (4, 1), dtype="uint8", itemsize=1)
+FLOAT32 = Special(33, pack("torch.float32"))
+PRESERVE = Special(35, pack("torch.preserve_format"))
+
+MESH: dict[str, Any] = {"device": "cpu", "ranks": [0, 1], "sizes": [[2]], "strides": [[1]], "names": None}
+SPARSE = ({"layout": "torch.sparse_coo", "size": [2, 2]}, {"grad": 0, "coalesced": True})
+CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": None})
+DTENSOR = (
+    {"placements": [["shard", 0]], "shape": [8], "mesh": [2]},
+    {"grad": 0, "stride": [1], "mesh": MESH},
+)
+SHARDED = (
+    {"size": [8], "shards": [[[0], [4]]]},
+    {
+        "all": [[[0], [4], "rank:0/cpu"], [[4], [4], "rank:1/cpu"]],
+        "dtype": FLOAT32,
+        "requires_grad": False,
+        "memory_format": PRESERVE,
+    },
+)
+NDARRAY = ({"dtype": "<i4", "backwards": []}, {"writeable": True})
+
+CSR_PARTS = (
+    spec((3,), **LONG),  # type: ignore[arg-type]
+    spec((2,), storage=1, **LONG),  # type: ignore[arg-type]
+    spec((2,), storage=2),
+)
+
+
+def leaf(kind: str, form: tuple[Any, Any], *specs: TensorSpec, storages: tuple[int, ...] = ()) -> bytes:
+    """The frame of one leaf over its tensors."""
+    ends = [0] * (1 + max((each.storage for each in specs), default=-1))
+    for each in specs:
+        last = sum((n - 1) * step for n, step in zip(each.shape, each.stride, strict=True))
+        end = each.offset + (last + 1) * each.itemsize if 0 not in each.shape else 0
+        ends[each.storage] = max(ends[each.storage], end)
+    one = Leaf(kind, tuple(range(len(specs))), *form)
+    return frame_of(Manifest(-1, (Branch("list", (0,)),), (one,), specs, storages or tuple(ends)))
+
+
+def fixed(form: tuple[Any, Any], **changes: object) -> tuple[Any, Any]:
+    return ({**form[0], **changes}, form[1])
+
+
+def traits(form: tuple[Any, Any], **changes: object) -> tuple[Any, Any]:
+    return (form[0], {**form[1], **changes})
+
+
+def mesh(**changes: object) -> tuple[Any, Any]:
+    return traits(DTENSOR, mesh={**MESH, **changes})
+
+
+SOUND: dict[str, tuple[tuple[Any, Any], tuple[TensorSpec, ...]]] = {
+    "tensor": ((None, None), (spec(),)),
+    "sparse": (SPARSE, (INDICES, VALUES)),
+    "compressed": (CSR, CSR_PARTS),
+    "dtensor": (DTENSOR, (spec(),)),
+    "sharded": (SHARDED, (spec(),)),
+    "ndarray": (NDARRAY, (BYTES,)),
+}
+"""One sound leaf of each kind: the attacks below change one thing in it."""
+
+_WRONG: dict[str, Any] = {"none": None, "a_number": 7, "a_text": "x", "a_list": [1], "a_map": {"x": 1}}
+
+
+def _spoilt() -> dict[str, Any]:
+    """Every field of every kind's form, left out or of every wrong type."""
+    found: dict[str, Any] = {}
+    for kind, (form, specs) in SOUND.items():
+        for place, part in enumerate(form):
+            whole = ("fixed", "traits")[place]
+            for name, wrong in _WRONG.items():
+                if part is None and name in ("none", "a_number"):
+                    continue
+                spoilt = (wrong, form[1]) if place == 0 else (form[0], wrong)
+                found[f"{kind}_whose_{whole}_is_{name}"] = _later(kind, spoilt, specs)
+            for key in part or ():
+                missing = {k: v for k, v in part.items() if k != key}
+                spoilt = (missing, form[1]) if place == 0 else (form[0], missing)
+                found[f"{kind}_without_{key}"] = _later(kind, spoilt, specs)
+                for name, wrong in _WRONG.items():
+                    if type(wrong) is type(part[key]) or (kind, key, name) in _FINE:
+                        continue
+                    spoilt = fixed(form, **{key: wrong}) if place == 0 else traits(form, **{key: wrong})
+                    found[f"{kind}_whose_{key}_is_{name}"] = _later(kind, spoilt, specs)
+    return found
+
+
+# A form that another value of the field makes, or one that only what arrives can be measured by.
+_FINE = {("compressed", "coalesced", "none")}
+
+
+def _later(kind: str, form: tuple[Any, Any], specs: tuple[TensorSpec, ...]) -> Any:
+    return lambda: leaf(kind, form, *specs)
+
+
+attacks("kinds", _spoilt())
+attacks(
+    "kinds",
+    {
+        "tensor_of_no_parts": lambda: leaf("tensor", (None, None)),
+        "tensor_of_two_parts": lambda: leaf("tensor", (None, None), spec(), spec()),
+        "tensor_with_unknown_traits": lambda: leaf("tensor", (None, 2**60), spec()),
+        "tensor_of_ints_that_requires_grad": lambda: leaf(
+            "tensor",
+            (None, 1),
+            spec(dtype="int32"),
+        ),
+        "sparse_of_one_part": lambda: leaf("sparse", SPARSE, INDICES),
+        "sparse_of_a_size_that_overflows": lambda: leaf(
+            "sparse", fixed(SPARSE, size=[2**62, 2**62]), INDICES, VALUES
+        ),
+        "sparse_of_indices_without_end": lambda: leaf(
+            "sparse",
+            SPARSE,
+            spec((2, 2**50), (0, 0), **LONG),  # type: ignore[arg-type]
+            spec((2**50,), (0,), storage=1),
+        ),
+        "sparse_of_indices_that_overlap": lambda: leaf(
+            "sparse",
+            SPARSE,
+            spec((2, 2**30, 2**20), (1, 1, 1), **LONG),  # type: ignore[arg-type]
+            VALUES,
+        ),
+        "compressed_of_an_unknown_layout": lambda: leaf(
+            "compressed", fixed(CSR, layout="torch.strided"), *CSR_PARTS
+        ),
+        "dtensor_on_a_mesh_of_more_than_its_ranks": lambda: leaf("dtensor", mesh(sizes=[[2**40]]), spec()),
+        "dtensor_on_a_mesh_that_repeats_one_rank": lambda: leaf(
+            "dtensor", mesh(sizes=[[2**40]], strides=[[0]]), spec()
+        ),
+        "dtensor_on_a_mesh_with_huge_strides": lambda: leaf("dtensor", mesh(strides=[[2**40]]), spec()),
+        "dtensor_on_a_mesh_of_no_ranks": lambda: leaf("dtensor", mesh(ranks=[]), spec()),
+        "dtensor_on_a_mesh_of_nothing": lambda: leaf("dtensor", mesh(sizes=[[0]]), spec()),
+        "dtensor_on_a_mesh_of_huge_ranks": lambda: leaf("dtensor", mesh(ranks=[0, 2**40]), spec()),
+        "dtensor_on_a_mesh_of_two_dimensions": lambda: leaf(
+            "dtensor", mesh(sizes=[[1], [2]], strides=[[1], [1]]), spec()
+        ),
+        "dtensor_on_a_mesh_on_a_module": lambda: leaf("dtensor", mesh(device="hub"), spec()),
+        "dtensor_on_a_mesh_on_one_device": lambda: leaf("dtensor", mesh(device="cpu:0"), spec()),
+        "dtensor_on_a_mesh_with_too_many_names": lambda: leaf("dtensor", mesh(names=["a", "b"]), spec()),
+        "dtensor_of_an_unknown_placement": lambda: leaf(
+            "dtensor", fixed(DTENSOR, placements=[["exec", 0]]), spec()
+        ),
+        "dtensor_of_an_unknown_reduction": lambda: leaf(
+            "dtensor", fixed(DTENSOR, placements=[["partial", "system"]]), spec()
+        ),
+        "dtensor_sharded_along_no_dimension": lambda: leaf(
+            "dtensor", fixed(DTENSOR, placements=[["shard", 10**9]]), spec()
+        ),
+        "dtensor_sharded_along_a_negative_dimension": lambda: leaf(
+            "dtensor", fixed(DTENSOR, placements=[["shard", -7]]), spec()
+        ),
+        "dtensor_of_a_shape_that_overflows": lambda: leaf(
+            "dtensor",
+            (
+                fixed(DTENSOR, shape=[2**62, 2**62])[0],
+                {**DTENSOR[1], "stride": [1, 1]},
+            ),
+            spec(),
+        ),
+        "dtensor_of_ints_that_requires_grad": lambda: leaf(
+            "dtensor", traits(DTENSOR, grad=1), spec(dtype="int32")
+        ),
+        "sharded_of_more_shards_than_parts": lambda: leaf(
+            "sharded", fixed(SHARDED, shards=[[[0], [4]], [[4], [4]]]), spec()
+        ),
+        "sharded_of_no_shards": lambda: leaf("sharded", traits(SHARDED, all=[]), spec()),
+        "sharded_of_a_shard_outside": lambda: leaf("sharded", fixed(SHARDED, shards=[[[6], [4]]]), spec()),
+        "sharded_of_shards_of_other_dimensions": lambda: leaf(
+            "sharded", traits(SHARDED, all=[[[0, 0], [4, 4], "rank:0/cpu"]]), spec()
+        ),
+        "sharded_of_a_dtype_that_is_a_layout": lambda: leaf(
+            "sharded", traits(SHARDED, dtype=Special(34, pack("torch.strided"))), spec()
+        ),
+        "sharded_of_another_dtype": lambda: leaf(
+            "sharded", traits(SHARDED, dtype=Special(33, pack("torch.int8"))), spec()
+        ),
+        "ndarray_of_objects": lambda: leaf("ndarray", fixed(NDARRAY, dtype="|O"), BYTES),
+        "ndarray_of_another_item_size": lambda: leaf("ndarray", fixed(NDARRAY, dtype="<i8"), BYTES),
+        "ndarray_of_two_gigabytes_an_item": lambda: leaf(
+            "ndarray", fixed(NDARRAY, dtype="|V2147483647"), BYTES
+        ),
+        "ndarray_backwards_along_no_axis": lambda: leaf("ndarray", fixed(NDARRAY, backwards=[1]), BYTES),
+        "ndarray_over_floats": lambda: leaf("ndarray", NDARRAY, spec()),
+        "ndarray_without_dimensions": lambda: leaf(
+            "ndarray", NDARRAY, spec((), (), dtype="uint8", itemsize=1)
+        ),
+        "ndarray_of_more_dimensions_than_numpy_has": lambda: leaf(
+            "ndarray", NDARRAY, spec((1,) * 70 + (4,), (1,) * 71, dtype="uint8", itemsize=1)
+        ),
+    },
+)
+
+
+@attack(BadManifest, payload=[struct.pack("<4q", 0, 9, 0, 9), b"\x00" * 8])
+def sparse_with_indices_out_of_range() -> bytes:
+    """Sound in its metadata: what arrives points outside of the tensor, and torch would go there."""
+    return leaf("sparse", SPARSE, INDICES, VALUES)
+
+
+@attack(BadManifest, payload=[struct.pack("<4q", 0, -1, 0, -1), b"\x00" * 8])
+def sparse_with_negative_indices() -> bytes:
+    """The same, backwards."""
+    return leaf("sparse", SPARSE, INDICES, VALUES)
+
+
+@attack(BadManifest, payload=[struct.pack("<3q", 0, 2**40, 2), struct.pack("<2q", 0, 1), b"\x00" * 8])
+def compressed_with_rows_of_a_terabyte() -> bytes:
+    """Row pointers that point far beyond the columns."""
+    return leaf("compressed", CSR, *CSR_PARTS)
+
+
+@attack(BadManifest, payload=[b"\x00" * 16])
+def sharded_with_placements_that_are_none() -> bytes:
+    """Placements are read by torch, when all has arrived."""
+    return leaf("sharded", traits(SHARDED, all=[[[0], [8], "rank:x/warp"]]), spec())
+
+
+@attack(None)
+def sharded_with_thousands_of_shards() -> bytes:
+    """torch would compare each with each other."""
+    size = [2**40, 2**10]
+    everybody = [[[0, n], [2**40, 1], f"rank:{n}/cpu"] for n in range(2000)]
+    return leaf("sharded", ({"size": size, "shards": []}, {**SHARDED[1], "all": everybody}))

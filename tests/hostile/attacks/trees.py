@@ -1,0 +1,202 @@
+"""Trees: too deep, too wide, with cycles, with two children of one name, or with names that fill the memory."""
+
+from __future__ import annotations
+
+from tests.hostile.attacks.base import attack, attacks, container, frame_of, framed, raw
+from torchferry.core.codec import pack
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special
+from torchferry.core.tree import MAX_DEPTH
+from torchferry.errors import BadManifest
+
+ONE = (Leaf("value"),)
+PRIME = 2**61 - 1
+"""Python's hash of an int is its remainder by this."""
+
+
+def big(number: int) -> Special:
+    """An int in the encoding that is meant for large ones."""
+    return Special(2, pack(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)))
+
+
+@attack()
+def nests_messagepack() -> bytes:
+    """A million arrays in each other."""
+    return framed(b"\x91" * 1_000_000 + b"\xc0")
+
+
+@attack()
+def nests_messagepack_in_a_value() -> bytes:
+    """The same where anything may stand."""
+    return framed(
+        b"\x92\x95\xff\x91\x92\xa4list\x91\x00\x91\x94\xa5value\x90\xc0" + b"\x91" * 500_000 + b"\xc0\x90\x90\x10"
+    )
+
+
+@attack()
+def nests_maps_in_keys() -> bytes:
+    """Maps whose keys are arrays of arrays."""
+    return framed(b"\x81" + b"\x91" * 200_000 + b"\xc0\xc0")
+
+
+@attack()
+def is_a_chain_that_is_too_deep() -> bytes:
+    """One branch more than allowed."""
+    depth = MAX_DEPTH + 1
+    chain = tuple(Branch("list", (~(n + 1) if n + 1 < depth else 0,)) for n in range(depth))
+    return frame_of(Manifest(-1, chain, ONE, (), ()))
+
+
+@attack()
+def is_a_chain_of_a_million() -> bytes:
+    """Checked without recursion, and refused."""
+    depth = 300_000
+    chain = tuple(Branch("list", (~(n + 1) if n + 1 < depth else 0,)) for n in range(depth))
+    return frame_of(Manifest(-1, chain, ONE, (), ()))
+
+
+def deep(bottom: Branch, key: object = 0) -> Manifest:
+    """A chain of the greatest depth that ends in a branch of many."""
+    depth = MAX_DEPTH - 1
+    chain = tuple(Branch("dict", (~(n + 1),), (key,)) for n in range(depth))
+    return Manifest(-1, (*chain, bottom), ONE, (), ())
+
+
+@attack()
+def has_a_million_places_at_the_end_of_a_chain() -> bytes:
+    """One byte on the wire, and a path of two kilobytes in memory."""
+    return frame_of(deep(Branch("list", (0,) * 1_000_000)))
+
+
+@attack()
+def has_long_names_on_the_way_to_many_places() -> bytes:
+    """A megabyte of name, two hundred and fifty times, for each of a thousand places."""
+    return frame_of(deep(Branch("list", (0,) * 1000), "n" * (1 << 18)))
+
+
+@attack()
+def puts_a_leaf_of_many_parts_in_many_places() -> bytes:
+    """A hundred thousand places, a hundred thousand tensors in each."""
+    from tests.hostile.attacks.base import spec
+
+    return frame_of(
+        Manifest(
+            -1,
+            (Branch("list", (0,) * 100_000),),
+            (Leaf("sharded", (0,) * 100_000, {"size": [], "shards": []}, None),),
+            (spec(),),
+            (16,),
+        )
+    )
+
+
+@attack()
+def puts_a_large_value_in_many_places() -> bytes:
+    """A set that takes a tenth of a second to decode, ten thousand times. It is decoded once: not even wrong,
+    but for the branch, which is."""
+    members = Special(20, pack(list(range(100_000))))
+    return frame_of(
+        Manifest(-1, (Branch("hologram", (0,) * 10_000),), (Leaf("value", traits=members),), (), ())
+    )
+
+
+attacks(
+    "trees",
+    {
+        "is_its_own_child": lambda: frame_of(Manifest(-1, (Branch("list", (-1,)),), ONE, (), ())),
+        "has_a_cycle": lambda: frame_of(
+            Manifest(-1, (Branch("list", (-2,)), Branch("list", (-1, 0))), ONE, (), ())
+        ),
+        "has_two_parents": lambda: frame_of(
+            Manifest(-1, (Branch("list", (-2, -2)), Branch("list", (0,))), ONE, (), ())
+        ),
+        "points_to_no_leaf": lambda: frame_of(Manifest(2**62, (), ONE, (), ())),
+        "points_to_no_branch": lambda: frame_of(Manifest(-(2**62), (), ONE, (), ())),
+        "has_a_leaf_nowhere": lambda: frame_of(Manifest(0, (), ONE * 2, (), ())),
+        "has_no_leaves": lambda: frame_of(Manifest(0, (), (), (), ())),
+        "has_a_key_twice": lambda: container(Branch("dict", (0, 0), ("a", "a"))),
+        "has_1_and_true_as_keys": lambda: container(Branch("dict", (0, 0), (1, True))),
+        "has_0_and_minus_0_as_keys": lambda: container(Branch("dict", (0, 0), (0.0, -0.0))),
+        "has_1_in_two_encodings_as_keys": lambda: container(Branch("dict", (0, 0), (1, big(1)))),
+        "has_equal_tuples_in_two_encodings_as_keys": lambda: container(
+            Branch("dict", (0, 0), (Special(16, pack([1])), Special(16, pack([big(1)]))))
+        ),
+        "has_equal_sets_in_two_orders_as_keys": lambda: container(
+            Branch("dict", (0, 0), (Special(21, pack([1, 2])), Special(21, pack([2, 1]))))
+        ),
+        "has_a_list_as_key": lambda: container(Branch("dict", (0,), (Special(17, pack([])),))),
+        "has_a_bare_list_as_key": lambda: container(Branch("dict", (0,), ([1],))),
+        "has_more_keys_than_children": lambda: container(Branch("dict", (0,), ("a", "b"))),
+        "is_a_dict_without_keys": lambda: container(Branch("dict", (0, 0))),
+        "is_a_list_with_keys": lambda: container(Branch("list", (0,), ("a",))),
+        "is_a_deque_for_fewer": lambda: container(Branch("deque", (0, 0), None, 1)),
+        "is_a_deque_for_too_many": lambda: container(Branch("deque", (0,), None, 2**64 - 1)),
+        "is_a_deque_for_true": lambda: container(Branch("deque", (0,), None, True)),
+        "is_a_defaultdict_of_eval": lambda: container(Branch("defaultdict", (0,), ("a",), "eval")),
+        "is_a_defaultdict_of_a_list": lambda: container(Branch("defaultdict", (0,), ("a",), ["list"])),
+        "has_attributes_that_are_no_dict": lambda: container(Branch("odict", (0,), ("a",), "x")),
+        "has_attributes_without_names": lambda: container(
+            Branch("odict", (0,), ("a",), Special(18, pack([[1, 2]])))
+        ),
+        "is_of_no_known_kind": lambda: container(Branch("os.system", (0,), ("a",))),
+        "is_of_a_kind_of_a_megabyte": lambda: container(Branch("k" * (1 << 20), (0,))),
+        "is_a_leaf_of_a_kind_of_a_megabyte": lambda: frame_of(
+            Manifest(0, (), (Leaf("k\n" * (1 << 19)),), (), ())
+        ),
+        "is_nothing": lambda: raw(None),
+        "is_an_empty_array": lambda: raw([]),
+        "is_a_map": lambda: raw({"manifest": 1}),
+        "is_a_text": lambda: raw("state"),
+    },
+)
+
+
+@attack()
+def has_keys_that_collide() -> bytes:
+    """A hundred thousand ints of one hash: one megabyte, and minutes to make a dict of."""
+    keys = tuple(big(n * PRIME) for n in range(8, 100_008))
+    return container(Branch("dict", (0,) * len(keys), keys))
+
+
+def colliding_tuples(count: int) -> list[Special]:
+    """Tuples of two ints with one hash: Python's hash of a tuple can be solved for its second item."""
+    p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    mask = 2**64 - 1
+
+    def lane(acc: int, item: int) -> int:
+        acc = (acc + item * p2) & mask
+        return (((acc << 31) | (acc >> 33)) & mask) * p1 & mask
+
+    inverse = pow(p2, -1, 2**64)
+    wanted = lane(lane(p5, 1), 1)
+    before = wanted * pow(p1, -1, 2**64) & mask
+    before = ((before >> 31) | (before << 33)) & mask
+    found: list[Special] = []
+    first = 1
+    while len(found) < count:
+        second = (before - lane(p5, first)) * inverse & mask
+        if second < PRIME:
+            found.append(Special(16, pack([first, second])))
+        first += 1
+    return found
+
+
+@attack()
+def has_a_set_of_tuples_that_collide() -> bytes:
+    """The same with tuples, in a set inside a value."""
+    from tests.hostile.attacks.base import value
+
+    return value(Special(20, pack(colliding_tuples(50_000))))
+
+
+@attack(BadManifest)
+def has_a_dict_with_keys_that_collide_in_a_value() -> bytes:
+    """And in a dict that is the attributes of a container."""
+    pairs = [[big(n * PRIME), None] for n in range(8, 60_008)]
+    return container(Branch("odict", (0,), ("a",), Special(18, pack(pairs))))
+
+
+@attack(None)
+def has_millions_of_leaves() -> bytes:
+    """Honest in form: half a million leaves, in time and memory that its size accounts for."""
+    count = 300_000
+    return frame_of(Manifest(-1, (Branch("list", tuple(range(count))),), ONE * count, (), ()))

@@ -1,0 +1,191 @@
+"""Every attack, through the decoder and through the real receiver: typed errors, bounded time and memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
+from tests.hostile.attacks.base import ATTACKS, Attack
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
+from torchferry.engine import Pull, pull
+from torchferry.engine.receiving import _plan
+from torchferry.errors import FerryError
+from torchferry.pg_transport.pickled import decode_any
+from torchferry.tensors import registry
+from torchferry.tensors.assemble import allocate, prepare
+from torchferry.tensors.kinds import Site
+from torchferry.testing import MemoryNetwork
+
+FAMILIES = (envelopes, extents, kinds, pickles, trees, values)
+
+MOST_SECONDS = 6.0
+"""Nothing may keep a receiver busy for longer, on a machine that does other things too."""
+
+MOST_BYTES = 400 << 20
+"""What an attack may cost beyond its own frame; some of it is what decoding a frame of that size costs."""
+
+TIMEOUT_S = 0.2
+"""How long the receiver waits for a payload that never comes."""
+
+
+def test_every_family_has_entered_its_attacks() -> None:
+    assert {family.__name__.rpartition(".")[2] for family in FAMILIES} == {one.family for one in ATTACKS}
+    names = [str(one) for one in ATTACKS]
+    assert len(set(names)) == len(names) > 200
+
+
+@pytest.fixture(autouse=True)
+def _types_of_the_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_types", {registry.name_of(cls): cls for cls in values.REGISTERED})
+
+
+@pytest.fixture(autouse=True)
+def canary() -> Iterator[Path]:
+    yield pickles.CANARY
+    if pickles.CANARY.exists():
+        pickles.CANARY.rmdir()
+        pytest.fail("the peer's code has run")
+
+
+@contextmanager
+def bounded(frame: bytes) -> Iterator[None]:
+    """Hold what is inside to its time and its memory."""
+    before = _peak_bytes()
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < MOST_SECONDS
+    assert _peak_bytes(reset=False) - before < MOST_BYTES + 4 * len(frame)
+
+
+def _peak_bytes(*, reset: bool = True) -> int:
+    """The most memory this process has really had since the last reset."""
+    if reset:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def take_apart(frame: bytes) -> None:
+    """Do all that a receiver does with a frame before the payload."""
+    envelope = decode_any(frame, allow_pickle=False)
+    _plan(envelope)
+    prepare(envelope.manifest, Site())
+    allocate(envelope.manifest)
+
+
+def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:
+    network = MemoryNetwork()
+    link = network.link(0)
+    link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
+    link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    for number, message in enumerate(payload):
+        link.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 1, Tags(0).message(number))
+    decode = partial(decode_any, allow_pickle=False)
+    return pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, decode=decode, **terms))
+
+
+BEFORE_THE_PAYLOAD = [one for one in ATTACKS if not one.payload]
+
+
+@pytest.mark.parametrize("one", BEFORE_THE_PAYLOAD, ids=str)
+def test_before_the_payload_it_is_refused_by_its_right_name(one: Attack) -> None:
+    frame = one.build()
+    with bounded(frame):
+        if one.error is None:
+            with suppress(FerryError):
+                take_apart(frame)
+        else:
+            with pytest.raises(one.error) as raised:
+                take_apart(frame)
+            assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("one", ATTACKS, ids=str)
+def test_a_receiver_of_a_fresh_state_raises_an_error_of_ours(one: Attack) -> None:
+    frame = one.build()
+    with bounded(frame), suppress(FerryError) if one.error is None else pytest.raises(FerryError) as raised:
+        receive(frame, one.payload)
+    if one.error is not None and one.payload:
+        assert isinstance(raised.value, one.error)
+
+
+@pytest.mark.parametrize("one", ATTACKS, ids=str)
+def test_a_receiver_in_place_raises_an_error_of_ours_and_keeps_its_state(one: Attack) -> None:
+    frame = one.build()
+    local = [torch.arange(4.0)]
+    with bounded(frame), suppress(FerryError):
+        receive(frame, one.payload, target=lambda: local)
+    if one.name != "has_a_digest_of_something_else":
+        assert torch.equal(local[0], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("name", kinds.SOUND)
+def test_the_leaf_that_the_attacks_change_is_sound(name: str) -> None:
+    form, specs = kinds.SOUND[name]
+    take_apart(kinds.leaf(name, form, *specs))
+
+
+@pytest.mark.parametrize("length", [0, -1, MAX_METADATA_BYTES + 1, 2**40, 2**63 - 1, -(2**63)])
+def test_a_length_bomb_is_refused_before_memory_is_set_aside(length: int) -> None:
+    network = MemoryNetwork()
+    network.link(0).send(torch.tensor([length]), 1, LENGTH_TAG)
+    with bounded(b""), pytest.raises(FerryError):
+        pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+
+
+IN_LITTLE_MEMORY = """
+import resource, sys
+sys.path[:0] = {path!r}
+from tests.hostile.test_attacks import ATTACKS, FerryError, receive, take_apart
+
+status = open("/proc/self/status").read()
+has = int(status.partition("VmSize:")[2].split()[0]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (has + (2 << 30), resource.RLIM_INFINITY))
+tried = 0
+for one in ATTACKS:
+    if one.family in ("extents", "kinds", "envelopes"):
+        frame = one.build()
+        for run in (take_apart, receive):
+            try:
+                run(frame)
+            except FerryError:
+                pass
+        tried += 1
+print(tried)
+"""
+
+
+def test_with_little_address_space_every_claim_of_memory_still_ends_in_an_error_of_ours() -> None:
+    root = Path(__file__).parents[2]
+    script = IN_LITTLE_MEMORY.format(path=[str(root), str(root / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 100
+
+
+def test_the_canary_would_sing() -> None:
+    """Where pickle is allowed the same bytes do run, so that its silence above means something."""
+    with suppress(FerryError):
+        decode_any(pickles.imports_and_calls(), allow_pickle=True)
+    assert pickles.CANARY.exists()
+    shutil.rmtree(pickles.CANARY)
