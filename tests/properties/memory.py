@@ -5,9 +5,10 @@ It shares nothing with the package: addresses are those of the process, and a by
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,33 @@ Path = tuple[Any, ...]
 _SIGN_BYTE = 0x80
 
 
-def leaves_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """List the tensors and arrays of a state with their paths."""
-    if isinstance(state, torch.Tensor | np.ndarray):
-        yield path, state
-    elif isinstance(state, dict):
-        for key, child in state.items():
-            yield from leaves_of(child, (*path, key))
+def _walk(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(state, dict):
+        children = state.items()
     elif isinstance(state, tuple) and hasattr(state, "_fields"):
-        for name, child in zip(state._fields, state, strict=True):
-            yield from leaves_of(child, (*path, name))
-    elif isinstance(state, list | tuple | deque):
-        for number, child in enumerate(state):
-            yield from leaves_of(child, (*path, number))
+        children = zip(state._fields, state, strict=True)
+    elif isinstance(state, list | tuple | deque) and not isinstance(state, torch.Size):
+        children = enumerate(state)
     elif dataclasses.is_dataclass(state):
-        for field in dataclasses.fields(state):
-            yield from leaves_of(getattr(state, field.name), (*path, field.name))
+        children = [(field.name, getattr(state, field.name)) for field in dataclasses.fields(state)]
+    else:
+        yield path, state
+        return
+    for key, child in children:
+        yield from _walk(child, (*path, key))
+
+
+def leaves_of(state: Any) -> list[tuple[Path, Any]]:
+    """List the tensors and arrays of a state with their paths."""
+    return [(path, leaf) for path, leaf in _walk(state, ()) if isinstance(leaf, torch.Tensor | np.ndarray)]
+
+
+def values_of(state: Any) -> list[tuple[Path, Any]]:
+    """List all that is neither with its path."""
+    return [
+        (path, leaf) for path, leaf in _walk(state, ()) if not isinstance(leaf, torch.Tensor | np.ndarray)
+    ]
 
 
 def parts_of(leaf: Any) -> list[Any]:
@@ -114,13 +126,35 @@ def logical_bytes(leaf: Any) -> list[bytes]:
 
 
 def _stored_bytes(part: Any) -> Bytes:
-    if isinstance(part, np.ndarray):
-        flat = np.frombuffer(part.tobytes(), np.uint8)
-        return flat.reshape(*part.shape, part.itemsize)
-    whole = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
-    return np.asarray(whole[addresses_of(part) - part.untyped_storage().data_ptr()], np.uint8)
+    addresses = addresses_of(part)
+    if not addresses.size:
+        return np.zeros(addresses.shape, np.uint8)
+    # Straight from memory: numpy's own ways to bytes leave out what lies between the fields of an item.
+    low, high = int(addresses.min()), int(addresses.max()) + 1
+    span = np.frombuffer(ctypes.string_at(low, high - low), np.uint8)
+    return np.asarray(span[addresses - low], np.uint8)
 
 
-def contents(pools: tuple[torch.Tensor, ...]) -> dict[int, int]:
+def contents(pools: Iterable[torch.Tensor]) -> dict[int, int]:
     """Give the value of every byte of some memory by its address."""
     return {pool.data_ptr() + at: value for pool in pools for at, value in enumerate(pool.tolist())}
+
+
+def unused_contents(state: Any, pools: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Give the value of every byte of some memory that no leaf of the state uses."""
+    used = used_bytes(state)
+    return {address: value for address, value in contents(pools).items() if address not in used}
+
+
+def writes_clash(source: Any, target: Any) -> bool:
+    """Say whether some byte of the target would be written to from two different bytes of the source."""
+    written: dict[int, tuple[int, int]] = {}
+    for (_, leaf), (_, local) in zip(leaves_of(source), leaves_of(target), strict=True):
+        for theirs, ours in zip(parts_of(leaf), parts_of(local), strict=True):
+            origin = addresses_of(theirs)
+            flips = np.broadcast_to(sign_flips(theirs) ^ sign_flips(ours), origin.shape)
+            comes_from = zip(origin.ravel().tolist(), flips.ravel().tolist(), strict=True)
+            for address, write in zip(addresses_of(ours).ravel().tolist(), comes_from, strict=True):
+                if written.setdefault(address, write) != write:
+                    return True
+    return False

@@ -136,6 +136,16 @@ def dense_stride(draw: Draw, shape: Sequence[int], gaps: st.SearchStrategy[int])
     return tuple(stride)
 
 
+def _tight_stride(draw: Draw, shape: Sequence[int]) -> Shape:
+    """Draw strides that barely nest: each row begins as soon as the one before has ended."""
+    stride = [1] * len(shape)
+    reach = 0
+    for dim in draw(st.permutations(range(len(shape)))):
+        stride[dim] = reach + 1 + draw(st.integers(0, 1))
+        reach += (max(shape[dim], 1) - 1) * stride[dim]
+    return tuple(stride)
+
+
 def row_major(shape: Sequence[int]) -> Shape:
     """Give the strides of a contiguous tensor."""
     stride: list[int] = []
@@ -151,13 +161,15 @@ _SHAPES = st.lists(st.sampled_from((2, 1, 3, 0, 4, 5)), max_size=4)
 
 def stride_for(draw: Draw, shape: Sequence[int]) -> Shape:
     """Draw strides for a shape: in order, permuted, with gaps, expanded, sliding, interlocked."""
-    form = draw(st.sampled_from(("row major", "dense", "gaps", "expanded", "windows", "free")))
+    form = draw(st.sampled_from(("row major", "dense", "gaps", "tight", "expanded", "windows", "free")))
     if form == "row major":
         return row_major(shape)
     if form == "dense":
         return dense_stride(draw, shape, st.just(0))
     if form == "gaps":
         return dense_stride(draw, shape, st.integers(0, 2))
+    if form == "tight":
+        return _tight_stride(draw, shape)
     if form == "expanded":
         inner = dense_stride(draw, shape, st.integers(0, 1))
         return tuple(step * draw(st.booleans()) for step in inner)
@@ -322,10 +334,12 @@ def recipes(draw: Draw, most_leaves: int = 7) -> Recipe:
 
 
 @st.composite
-def flat_recipes(draw: Draw, kinds: Sequence[MakeLeaf] = _ALL_KINDS, most_pools: int = 3) -> Recipe:
+def flat_recipes(
+    draw: Draw, kinds: Sequence[MakeLeaf] = _ALL_KINDS, most_pools: int = 3, most_values: int = 1
+) -> Recipe:
     """Draw a recipe of a dict of leaves, by names that say which is which."""
     pools = draw(_pools(most_pools))
     leaves = draw_leaves(draw, pools, 5, kinds)
-    children = (*map(Use, range(len(leaves))), *draw(st.lists(VALUES, max_size=1)))
+    children = (*map(Use, range(len(leaves))), *draw(st.lists(VALUES, max_size=most_values)))
     keys = tuple(Value("plain", f"leaf {number}") for number in range(len(children)))
     return Recipe(Node("dict", children, keys), leaves, pools)

@@ -167,37 +167,70 @@ def _own_array(draw: Draw, site: _Site, array: Array) -> Array:
 @st.composite
 def overlays(draw: Draw, recipe: Recipe) -> Recipe:
     """Draw a target for a state of views in which anything may lie on anything."""
-    nbytes = draw(st.sampled_from((64, 128, 32)))
-    leaves: list[Leaf] = []
-    for leaf in recipe.leaves:
-        assert isinstance(leaf, View)
-        leaves.append(draw(st.one_of(_moved(leaf, nbytes), _anywhere(leaf, nbytes), st.just(leaf))))
-    return Recipe(recipe.tree, tuple(leaves), (Pool(max(nbytes, *(p.nbytes for p in recipe.pools)), 5),))
+    nbytes = max(draw(st.sampled_from((64, 128, 32))), *(pool.nbytes for pool in recipe.pools))
+    leaves = tuple(_overlaid(draw, leaf, nbytes) for leaf in recipe.leaves if isinstance(leaf, View))
+    return Recipe(recipe.tree, leaves, (Pool(nbytes, 5),))
 
 
-@st.composite
-def _moved(draw: Draw, view: View, nbytes: int) -> View:
-    """As the state has it, some items further on or back."""
-    room = nbytes // DTYPES[view.dtype].itemsize - span(view.shape, view.stride)
-    if room < 0:
-        return view
-    return replace(view, pool=0, offset=draw(st.integers(0, room)))
-
-
-@st.composite
-def _anywhere(draw: Draw, view: View, nbytes: int) -> View:
+def _overlaid(draw: Draw, view: View, nbytes: int) -> View:
     dtype = DTYPES[view.dtype]
-    stride = stride_for(draw, view.shape)
+    stride = draw(st.sampled_from((view.stride, stride_for(draw, view.shape))))
     room = nbytes // dtype.itemsize - span(view.shape, stride)
     if room < 0:
         return view
-    return replace(
-        view,
-        pool=0,
-        stride=stride,
-        offset=draw(st.integers(0, room)),
-        conj=dtype.is_complex and draw(st.booleans()),
+    offset = draw(st.just(view.offset) | st.integers(0, room)) if view.offset <= room else 0
+    conj = dtype.is_complex and draw(st.booleans())
+    return replace(view, stride=stride, offset=offset, conj=conj)
+
+
+@st.composite
+def views_of_two_layouts(draw: Draw) -> tuple[Recipe, Recipe]:
+    """Draw some views of a tensor, and the same views of one that lies otherwise in memory."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dtype = draw(st.sampled_from(("float32", "uint8", "complex64", "complex128", "int16", "float64")))
+    sides = [
+        View(
+            0,
+            dtype,
+            shape,
+            dense_stride(draw, shape, st.integers(0, 2)),
+            draw(st.integers(0, 3)),
+            conj=DTYPES[dtype].is_complex and draw(st.booleans()),
+        )
+        for _ in range(2)
+    ]
+    cuts = [_cut(draw, shape) for _ in range(draw(st.integers(1, 4)))]
+    names = tuple(Value("plain", f"view {number}") for number in range(len(cuts)))
+    tree = Node("dict", tuple(map(Use, range(len(cuts)))), names)
+    theirs, ours = (
+        Recipe(tree, tuple(_sliced(side, cut) for cut in cuts), (_pool_for(side, seed),))
+        for seed, side in enumerate(sides)
     )
+    return theirs, ours
+
+
+Cut = tuple[tuple[int, ...], tuple[range, ...]]
+
+
+def _cut(draw: Draw, shape: Shape) -> Cut:
+    """Draw an order of the dimensions, and of each the items that are kept."""
+    kept = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        kept.append(range(start, draw(st.integers(start + 1, size)), draw(st.sampled_from((1, 1, 2)))))
+    return tuple(draw(st.permutations(range(len(shape))))), tuple(kept)
+
+
+def _sliced(view: View, cut: Cut) -> View:
+    order, kept = cut
+    offset = view.offset + sum(r.start * step for r, step in zip(kept, view.stride, strict=True))
+    shape = tuple(len(kept[d]) for d in order)
+    stride = tuple(view.stride[d] * kept[d].step for d in order)
+    return replace(view, shape=shape, stride=stride, offset=offset)
+
+
+def _pool_for(view: View, seed: int) -> Pool:
+    return Pool((view.offset + span(view.shape, view.stride) + 2) * DTYPES[view.dtype].itemsize, seed)
 
 
 @st.composite

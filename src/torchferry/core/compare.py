@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from torchferry.core.extents import Extent, TooIntricate, footprint, nested_dims, overlaps_itself, union
+from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
+from torchferry.core.grids import one_map
 from torchferry.core.manifest import OPAQUE, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import show, show_name
 from torchferry.core.tree import Path, format_path, occurrences
@@ -207,52 +207,7 @@ def _agree(incoming: Manifest, local: Manifest, one: TensorPair, two: TensorPair
     if same_layout(a, x) and same_layout(b, y):
         return x.offset - a.offset == y.offset - b.offset
     same_bits = (a.conj, a.neg, x.conj, x.neg) == (b.conj, b.neg, y.conj, y.neg)
-    return same_bits and (a.dtype == b.dtype or (a.conj, a.neg) == (x.conj, x.neg)) and _one_map(a, x, b, y)
-
-
-def _one_map(a: TensorSpec, x: TensorSpec, b: TensorSpec, y: TensorSpec) -> bool:
-    """Say whether a to x and b to y are parts of one map: views of one tensor that was laid out anew.
-
-    A step along a dimension is a step at each side, and what both pairs step through is a grid. If b lies
-    some steps from a at one side and the same steps at the other, both are boxes in the same grid; and if
-    the grid meets no local byte twice, what they share there, they share here.
-    """
-    extent_a, extent_b = _steps(a, x), _steps(b, y)
-    if extent_a is None or extent_b is None:
-        return False
-    steps = sorted(extent_a.keys() | extent_b.keys(), key=lambda step: step[1], reverse=True)
-    apart_here, apart_there = y.offset - x.offset, b.offset - a.offset
-    # How many steps of each kind: so many as fit, or one more and then back along the others.
-    for more in product((0, 1), repeat=len(steps)):
-        rest, found, counts = apart_here, 0, []
-        for (theirs, ours), extra in zip(steps, more, strict=True):
-            count = rest // ours + extra
-            rest -= count * ours
-            found += count * theirs
-            counts.append(count)
-        if rest == 0 and found == apart_there:
-            sizes = [
-                max(extent_a.get(step, 1), count + extent_b.get(step, 1)) - min(0, count)
-                for step, count in zip(steps, counts, strict=True)
-            ]
-            grid = TensorSpec("", 1, tuple(sizes), tuple(ours for _, ours in steps), 0, 0)
-            if nested_dims(grid) is not None:
-                return True
-    return False
-
-
-def _steps(incoming: TensorSpec, local: TensorSpec) -> dict[tuple[int, int], int] | None:
-    """Say how often each step (bytes there, bytes here) is made; None if two dimensions make the same."""
-    size = incoming.itemsize
-    moves = [
-        ((theirs * size, ours * size), n)
-        for n, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
-        if n > 1 and ours
-    ]
-    if size > 1:
-        moves.append(((1, 1), size))
-    found = dict(moves)
-    return found if len(found) == len(moves) else None
+    return same_bits and (a.dtype == b.dtype or (a.conj, a.neg) == (x.conj, x.neg)) and one_map(a, x, b, y)
 
 
 def _mapping(incoming: Manifest, local: Manifest, pair: TensorPair) -> object:
