@@ -25,7 +25,7 @@ from torchferry.core.extents import (
     split,
 )
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
-from torchferry.core.plan import make_plan
+from torchferry.core.plan import MAX_CHUNK_BYTES, make_plan
 from torchferry.errors import BadManifest
 from torchferry.tensors.describe import describe
 
@@ -209,7 +209,7 @@ def manifests(draw: Draw) -> Manifest:
 
 
 @settings(max_examples=300)
-@given(manifests(), st.integers(16, 2**63 - 1), st.none() | st.integers(-(2**63), 2**63 - 1))
+@given(manifests(), st.integers(16, MAX_CHUNK_BYTES), st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_a_manifest_comes_out_of_its_frame_as_it_went_in(
     manifest: Manifest, chunk_bytes: int, step: int | None
 ) -> None:
