@@ -18,6 +18,7 @@ if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     fault = Fault("cut", message(4), mark) if rank == 0 else None
-    part = Part("leaving", (0, 1), "send" if rank == 0 else "receive", 60.0, stall_s=0.5, fault=fault)
-    sight = perform(rank, part)
+    way = "send" if rank == 0 else "receive"
+    sight = perform(rank, Part("leaving", (0, 1), way, 60.0, stall_s=0.5, fault=fault, narrow=True))
+    assert rank == 0 or "mixed" in sight.fates.values(), sight.fates
     print(type(sight.error).__name__, flush=True)

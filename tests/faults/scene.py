@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -214,6 +215,7 @@ class Part:
     ended: str | None = None
     layer_bytes: int = LAYER_BYTES
     verify: bool = True
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,18 @@ def new_group(rank: int, ranks: tuple[int, ...], name: str, timeout_s: float = 3
     return group
 
 
+NARROW_BYTES = 64 << 10
+
+
+def narrow_sockets() -> None:
+    """Leave this process's connections little room, so that the kernel can't swallow a message whole."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NARROW_BYTES)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+
+
 def unique_name() -> str:
     """Make up a name for a group."""
     return uuid.uuid4().hex
@@ -276,8 +290,11 @@ def unique_name() -> str:
 def perform(rank: int, part: Part) -> Sight:
     """Make a group, play one's part in one transfer, and tell how it ended."""
     target, source = old_state(part.layer_bytes), new_state(part.layer_bytes)
+    group = new_group(rank, part.ranks, part.name)
+    if part.narrow:
+        narrow_sockets()
     transport = PGTransport(
-        new_group(rank, part.ranks, part.name),
+        group,
         part.timeout_s,
         "cpu",
         state_dict=lambda: target,

@@ -90,6 +90,7 @@ class Play:
             self.timeout_s,
             fault=self._fault if rank == self.actor else None,
             ended=str(self._ended[rank]),
+            narrow=self.case.fault == "cut",
         )
         return perform, (part,)
 

@@ -36,8 +36,7 @@ MOST_SECONDS = 6.0
 MOST_BYTES = 400 << 20
 """What an attack may cost beyond its own frame; some of it is what decoding a frame of that size costs."""
 
-TIMEOUT_S = 0.2
-"""How long the receiver waits for a payload that never comes."""
+TIMEOUT_S = 5.0
 
 
 def test_every_family_has_entered_its_attacks() -> None:
@@ -93,6 +92,8 @@ def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     for number, message in enumerate(payload):
         link.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 1, Tags(0).message(number))
+    # It sends no more, so that a receiver that drains what it refuses does not wait.
+    network.close(0)
     decode = partial(decode_any, allow_pickle=False)
     return pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, decode=decode, **terms))
 

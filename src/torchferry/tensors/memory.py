@@ -151,6 +151,8 @@ def check_dtype(spec: TensorSpec) -> None:
         raise BadManifest(f"{spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize}")
     if spec.conj and not dtype.is_complex:
         raise BadManifest(f"{spec.dtype} can't be conjugated")
+    if spec.neg and not (dtype.is_floating_point or dtype.is_complex):
+        raise BadManifest(f"{spec.dtype} has no sign bit that could be turned round")
 
 
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:

@@ -51,9 +51,11 @@ def attack(
     return enter
 
 
-def attacks(family: str, frames: dict[str, Callable[[], bytes]]) -> None:
-    """Enter many attacks of one sort, all of which must be called a bad manifest."""
-    ATTACKS.extend(Attack(family, name, build, BadManifest, ()) for name, build in frames.items())
+def attacks(
+    family: str, frames: dict[str, Callable[[], bytes]], error: type[FerryError] = BadManifest
+) -> None:
+    """Enter many attacks of one sort."""
+    ATTACKS.extend(Attack(family, name, build, error, ()) for name, build in frames.items())
 
 
 def frame_of(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES, **terms: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.errors import BadManifest
+from torchferry.core.showing import show
 from torchferry.tensors.kinds.base import Kind, Part, Site
 from torchferry.tensors.kinds.dense import Grad, check_dense, check_grad, grad_traits, with_grad_traits
 
@@ -51,6 +51,9 @@ def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     check_grad(leaf.traits["grad"], specs[-1])
+    layout = leaf.fixed["layout"]
+    if layout != str(torch.sparse_coo) if leaf.kind == COO.name else layout not in _COMPRESSED:
+        raise ValueError(f"a layout {show(layout)}")
     if prod(leaf.fixed["size"]) >= 2**63:
         raise ValueError("more items than can be counted")
     if (leaf.kind == COO.name) != isinstance(leaf.traits["coalesced"], bool):
@@ -79,9 +82,7 @@ def _describe_compressed(tensor: torch.Tensor, part: Part) -> Leaf:
 
 
 def _rebuild_compressed(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
-    layout = _COMPRESSED.get(leaf.fixed["layout"])
-    if layout is None:
-        raise BadManifest(f"a sparse layout {leaf.fixed['layout']!r} that is not known")
+    layout = _COMPRESSED[leaf.fixed["layout"]]
     compressed, plain, values = parts
     built = torch.sparse_compressed_tensor(
         compressed, plain, values, leaf.fixed["size"], layout=layout, check_invariants=True
