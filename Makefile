@@ -5,6 +5,9 @@ PYTHON ?= python3
 # Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6".
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SEEDS ?= 10000
+FIRST_SEED ?= 0
+FUZZ_MUTATIONS ?= 100000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +15,7 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults check format conformance wheel clean distclean
+.PHONY: help demo test faults simulate fuzz check format conformance wheel clean distclean
 
 help: ## list these goals
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -25,6 +28,12 @@ test: $(READY) ## run the tests
 
 faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
 	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+
+simulate: $(READY) ## play the protocol in a simulated world; SEEDS=100000, FIRST_SEED=0
+	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
+
+fuzz: $(READY) ## attack the decoder with damaged metadata; FUZZ_MUTATIONS=100000
+	@FUZZ_MUTATIONS=$(FUZZ_MUTATIONS) $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py $(PYTEST_ARGS)
 
 check: $(READY) ## formatting, lint, types, and the rules of the architecture
 	@$(BIN)/ruff format --check .
