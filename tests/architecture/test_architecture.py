@@ -141,7 +141,6 @@ class TestTheCheckerBites:
             "import os.path",
             "import socket",
             "import asyncio",
-            "import xxhash",
             "def late():\n    import torch",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
             "torch = __import__('torch')",

@@ -30,9 +30,10 @@ from torchferry.links.process_group import ProcessGroupLink
 EVERYTHING = os.environ.get("FAULTS") == "all"
 TRANSFERS = 1000
 FAILURES = 200 if EVERYTHING else 60
-BROKEN_GROUPS = 200 if EVERYTHING else 20
-GROUPS_WARM = 8
-"""Groups made and broken before counting: the store's and the resolver's own things are there then."""
+BROKEN_GROUPS = 200 if EVERYTHING else 40
+GROUPS_WARM = 60 if EVERYTHING else 40
+"""Groups made and broken before counting. Gloo's threads come and go, and it takes some until glibc has all
+the arenas for them that it will ever have: 5 to 20 MB, with gloo alone 3.6; after that, nothing is added."""
 
 RSS_TOLERANCE_BYTES = 4 << 20
 """Far below one byte of payload kept per byte moved: a thousand transfers move 256 MB here, and a failed one
@@ -162,7 +163,8 @@ def test_nothing_is_left_of_transfers_that_are_refused(trio: Cluster) -> None:
 def break_a_group(rank: int, name: str, way: str) -> None:
     """Make a group and have a transfer fail on it so that it is broken; forget both."""
     group = new_group(rank, (0, 1), name)
-    transport = PGTransport(group, 0.1 if way == "late" else 10.0, "cpu", lambda: state_of(0.0))
+    timeout_s = 0.1 if way == "late" and rank == 0 else 10.0
+    transport = PGTransport(group, timeout_s, "cpu", lambda: state_of(0.0))
     if way == "garbage" and rank == 0:
         send = ProcessGroupLink.send
 
@@ -180,11 +182,11 @@ def break_a_group(rank: int, name: str, way: str) -> None:
         with pytest.raises(BadManifest):
             transport.recv_checkpoint(0)
     elif rank == 0:
-        # Both wait for the other to send: one for a state, the other for a word that all is over.
+        # Both wait for the other to send; this one is the first to give up.
         with pytest.raises(LinkTimeout):
             transport.recv_checkpoint(1)
     else:
-        with pytest.raises((LinkTimeout, LinkBroken)):
+        with pytest.raises(LinkBroken):
             transport.recv_checkpoint(0)
 
 

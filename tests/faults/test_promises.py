@@ -35,6 +35,7 @@ from tests.faults.scene import (
     Post,
     Settled,
     Sight,
+    act,
     fates_of,
     look_around,
     meddled,
@@ -265,7 +266,8 @@ SIZES = pytest.mark.parametrize("layer_bytes", [SMALL, LAYER_BYTES], ids=["small
 
 @shows(
     "a bit is flipped, a message is cut short, or two are swapped on the way",
-    "`TargetTorn`, caused by `Corrupted`, names exactly the paths hit; all others are whole",
+    "`TargetTorn`, caused by `Corrupted`, names exactly the paths hit, all others are whole; the group stays "
+    "good, and sending again on it heals the state",
     rows=(25,),
 )
 @SIZES
@@ -287,6 +289,9 @@ def test_damage_on_the_way_is_found_and_named(
     assert receiver.error.whole == tuple(path for path in PATHS if path not in paths)
     assert (receiver.error.peer, receiver.error.path) == (0, paths[0])
     assert_truthful_but_for_damage(receiver)
+    sender, receiver, _ = values(trio.start([(act, ()), (act, ()), None]).outcomes())
+    assert sender.error is receiver.error is None
+    assert receiver.fates == ALL_NEW
 
 
 def assert_truthful_but_for_damage(sight: Sight) -> None:

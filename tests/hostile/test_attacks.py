@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ from torchferry.testing import MemoryNetwork
 
 FAMILIES = (envelopes, extents, kinds, pickles, trees, values)
 
-MOST_SECONDS = 6.0
-"""Nothing may keep a receiver busy for longer, on a machine that does other things too."""
+MOST_SECONDS = 4.0
+"""Nothing may keep a receiver busy for longer: seconds of its own, whatever else the machine does."""
 
 MOST_BYTES = 400 << 20
 """What an attack may cost beyond its own frame; some of it is what decoding a frame of that size costs."""
@@ -62,9 +63,9 @@ def canary() -> Iterator[Path]:
 def bounded(frame: bytes) -> Iterator[None]:
     """Hold what is inside to its time and its memory."""
     before = _peak_bytes()
-    started = time.monotonic()
+    started = time.process_time()
     yield
-    assert time.monotonic() - started < MOST_SECONDS
+    assert time.process_time() - started < MOST_SECONDS
     assert _peak_bytes(reset=False) - before < MOST_BYTES + 4 * len(frame)
 
 
@@ -98,6 +99,22 @@ def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:
     return pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, decode=decode, **terms))
 
 
+def of(family: ModuleType) -> list[Attack]:
+    return [one for one in ATTACKS if one.family == family.__name__.rpartition(".")[2]]
+
+
+@contextmanager
+def named(one: Attack) -> Iterator[None]:
+    """Say in which attack it was that something else came than should."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the attack {one}")
+        raise
+
+
+# The one attack whose metadata fits the local state of these tests: its payload is what is wrong.
+(_FITS,) = (one for one in ATTACKS if one.name == "has_a_digest_of_something_else")
 BEFORE_THE_PAYLOAD = [one for one in ATTACKS if not one.payload]
 
 
@@ -114,23 +131,34 @@ def test_before_the_payload_it_is_refused_by_its_right_name(one: Attack) -> None
             assert len(str(raised.value)) < 2000
 
 
-@pytest.mark.parametrize("one", ATTACKS, ids=str)
-def test_a_receiver_of_a_fresh_state_raises_an_error_of_ours(one: Attack) -> None:
-    frame = one.build()
-    with bounded(frame), suppress(FerryError) if one.error is None else pytest.raises(FerryError) as raised:
-        receive(frame, one.payload)
-    if one.error is not None and one.payload:
-        assert isinstance(raised.value, one.error)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.rpartition(".")[2])
+def test_a_receiver_of_a_fresh_state_raises_an_error_of_ours(family: ModuleType) -> None:
+    for one in of(family):
+        frame = one.build()
+        with (
+            named(one),
+            bounded(frame),
+            suppress(FerryError) if one.error is None else pytest.raises(FerryError),
+        ):
+            receive(frame, one.payload)
 
 
-@pytest.mark.parametrize("one", ATTACKS, ids=str)
-def test_a_receiver_in_place_raises_an_error_of_ours_and_keeps_its_state(one: Attack) -> None:
-    frame = one.build()
-    local = [torch.arange(4.0)]
-    with bounded(frame), suppress(FerryError):
-        receive(frame, one.payload, target=lambda: local)
-    if one.name != "has_a_digest_of_something_else":
-        assert torch.equal(local[0], torch.arange(4.0))
+@pytest.mark.parametrize("one", [one for one in ATTACKS if one.payload], ids=str)
+def test_what_only_the_payload_shows_is_refused_by_its_right_name(one: Attack) -> None:
+    assert one.error is not None
+    with pytest.raises(one.error):
+        receive(one.build(), one.payload)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.rpartition(".")[2])
+def test_a_receiver_in_place_raises_an_error_of_ours_and_keeps_its_state(family: ModuleType) -> None:
+    for one in of(family):
+        frame = one.build()
+        local = [torch.arange(4.0)]
+        with named(one), bounded(frame), suppress(FerryError):
+            receive(frame, one.payload, target=lambda local=local: local)
+        if one is not _FITS:
+            assert torch.equal(local[0], torch.arange(4.0)), str(one)
 
 
 @pytest.mark.parametrize("name", kinds.SOUND)
@@ -159,7 +187,7 @@ tried = 0
 for one in ATTACKS:
     if one.family in ("extents", "kinds", "envelopes"):
         frame = one.build()
-        for run in (take_apart, receive):
+        for run in (take_apart, receive) if len(frame) < 1 << 20 else ():
             try:
                 run(frame)
             except FerryError:

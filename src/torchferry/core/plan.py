@@ -56,16 +56,19 @@ def make_plan(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES) -> Plan:
         TooManyMessages: more than can be told apart.
     """
     extents = extents_of(manifest.tensors)
+    # At least so many: known at once, where listing what a hostile manifest asks for takes seconds.
+    _check_count(sum(-(-extent.nbytes // chunk_bytes) for extent in extents), chunk_bytes)
     messages: list[Message] = []
     for number, extent in enumerate(extents):
         position = 0
         for piece in split(extent, chunk_bytes):
             nbytes = piece.nbytes
-            if len(messages) == MAX_MESSAGES:
-                raise TooManyMessages(
-                    f"{sum(extent.nbytes for extent in extents)} bytes in chunks of {chunk_bytes} are more "
-                    f"than {MAX_MESSAGES} messages"
-                )
+            _check_count(len(messages) + 1, chunk_bytes)
             messages.append(Message(len(messages), number, piece, position, nbytes))
             position += nbytes
     return Plan(tuple(extents), tuple(messages), sum(message.nbytes for message in messages))
+
+
+def _check_count(messages: int, chunk_bytes: int) -> None:
+    if messages > MAX_MESSAGES:
+        raise TooManyMessages(f"a state that needs more than {MAX_MESSAGES} messages of {chunk_bytes} bytes")

@@ -1,4 +1,4 @@
-"""Pickles: they import, construct, call, confuse the reader that goes before the unpickler, or are too large."""
+"""Pickles: they import, construct, call, confuse the reader before the unpickler, or are too large."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.hostile.attacks.base import attack, attacks, container, value
 from torchferry.core.codec import pack
@@ -138,19 +138,14 @@ attacks(
         "is_a_scalar_of_a_field_twice": lambda: dtype({"fields": [["a", "<i4"], ["a", "<i4"]]}),
         "is_a_scalar_of_no_fields": lambda: dtype({}),
         "is_a_scalar_of_a_field_without_type": lambda: dtype({"fields": [["a"]]}),
-        "is_a_scalar_of_fields_in_fields": lambda: dtype(_fields(150)),
+        "is_a_scalar_of_fields_in_fields": lambda: value(
+            Special(41, b"\x92" + b"\x81\xa6fields\x91\x92\xa1a" * 5000 + b"\xa3<i4\xc4\x01a")
+        ),
         "is_a_scalar_of_a_unit_of_time_that_is_none": lambda: dtype("<M8[parsec]"),
         "is_a_scalar_with_too_few_bytes": lambda: special(41, ["<f8", b"1234"]),
         "is_a_text_cut_in_half": lambda: special(41, ["<U2", b"\xff" * 8]),
     },
 )
-
-
-def _fields(depth: int) -> Any:
-    found: Any = "<i4"
-    for _ in range(depth):
-        found = {"fields": [["a", found]]}
-    return found
 
 
 @attack(None)

@@ -65,7 +65,9 @@ def check_dense(tensor: torch.Tensor) -> None:
     if tensor.device.type == "meta":
         raise Unsendable("a tensor on the meta device has no data: materialise it first")
     if tensor.is_neg() and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise Unsendable(f"a view of {tensor.dtype} that is read with its sign turned round: clone() it first")
+        raise Unsendable(
+            f"a view of {tensor.dtype} that is read with its sign turned round: clone() it first"
+        )
     if tensor._is_zerotensor():
         raise Unsendable("a tensor of zeros that autograd made without data: clone() it first")
     # Sharded training frees the storage of a parameter and leaves its shape; seeing such a tensor as bytes

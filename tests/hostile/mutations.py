@@ -1,0 +1,236 @@
+"""Frames that are almost right: valid ones, changed in ways that reach the decoder and what comes after it.
+
+A flipped bit alone would never get past the digest in the preamble. So every mutation works on the body, and
+the digest is made to fit again.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.hostile.attacks import kinds, values
+from tests.hostile.attacks.base import framed
+from torchferry.core.codec import Envelope, encode
+from torchferry.tensors.describe import describe
+
+_PREAMBLE_BYTES = 13
+
+
+def corpus() -> list[bytes]:
+    """Bodies of valid frames that between them have every kind of leaf, container and value."""
+    base = torch.arange(64.0)
+    mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+    states: list[object] = [
+        {
+            "w": base.view(8, 8),
+            "t": base.view(8, 8).t(),
+            "row": base[8:16],
+            "n": 3,
+            "name": "x",
+            "none": None,
+        },
+        [base[::2], base[1::2], base.view(8, 8)[:, 2], base.expand(3, 64), torch.zeros(0, 4)],
+        {
+            "values": [2**80, 1.5, 1j, b"b", bytearray(b"c"), range(3), slice(1, 2), ..., "\ud800"],
+            ("t", 1): frozenset({1, 2}),
+            2: {1, "a"},
+        },
+        {
+            "torch": [
+                torch.float32,
+                torch.strided,
+                torch.Size([1, 2]),
+                torch.device("cpu"),
+                torch.per_tensor_affine,
+            ],
+            "numpy": [np.float64(1), np.str_("ab"), np.datetime64(1, "s"), np.zeros((3, 2))[::-1]],
+            "fields": np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]),
+        },
+        collections.OrderedDict(
+            a=collections.deque([1, 2], 5), b=collections.defaultdict(int, x=1), c=collections.Counter("aab")
+        ),
+        [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.nn.Parameter(torch.ones(2))],
+        [values.Mode.TRAIN, values.Switches(3), values.Point(1, 2)],
+        [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.bfloat16)],
+        [DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)],
+    ]
+    bodies = [
+        encode(Envelope(describe(state).manifest, 1 << 20, step, 5, b"n" * 16))[_PREAMBLE_BYTES:]
+        for step, state in enumerate(states)
+    ]
+    bodies += [
+        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.SOUND.items()
+    ]
+    return bodies
+
+
+_NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63))
+
+
+_TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "shard")
+
+
+class Mutator:
+    """Makes frames out of a corpus, by a seed."""
+
+    def __init__(self, bodies: list[bytes], seed: int) -> None:
+        self._bodies = bodies
+        self._rng = random.Random(seed)
+        # Bytes changed at random rarely get past MessagePack, so most changes are made in what it encodes.
+        self._ways: list[Callable[[bytes], bytes]] = [
+            self._flip,
+            self._overwrite,
+            self._splice,
+            self._cut,
+            self._double,
+            *[self._edit] * 12,
+            *[self._generate] * 3,
+        ]
+
+    def next(self) -> bytes:
+        """Give a frame whose digest is right."""
+        body = self._rng.choice(self._bodies)
+        for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
+            body = self._rng.choice(self._ways)(body)
+        return framed(body)
+
+    def _flip(self, body: bytes) -> bytes:
+        changed = bytearray(body or b"\x00")
+        for _ in range(self._rng.choice((1, 1, 2, 8))):
+            changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
+        return bytes(changed)
+
+    def _overwrite(self, body: bytes) -> bytes:
+        at = self._rng.randrange(len(body) + 1)
+        return (
+            body[:at] + self._rng.randbytes(self._rng.randrange(1, 9)) + body[at + self._rng.randrange(9) :]
+        )
+
+    def _splice(self, body: bytes) -> bytes:
+        other = self._rng.choice(self._bodies)
+        return body[: self._rng.randrange(len(body) + 1)] + other[self._rng.randrange(len(other)) :]
+
+    def _cut(self, body: bytes) -> bytes:
+        start, end = sorted((self._rng.randrange(len(body) + 1), self._rng.randrange(len(body) + 1)))
+        return body[:start] + body[end:]
+
+    def _double(self, body: bytes) -> bytes:
+        start = self._rng.randrange(len(body) + 1)
+        piece = body[start : start + self._rng.randrange(1, 20)]
+        return body[:start] + piece * self._rng.choice((2, 2, 50)) + body[start:]
+
+    def _edit(self, body: bytes) -> bytes:
+        """Change one value somewhere in the decoded tree, and encode it again."""
+        try:
+            tree = msgspec.msgpack.decode(body)
+            return msgspec.msgpack.encode(self._edited(tree))
+        except (msgspec.DecodeError, RecursionError, UnicodeError, TypeError, OverflowError, ValueError):
+            return self._flip(body)
+
+    def _edited(self, node: Any) -> Any:
+        rng = self._rng
+        if isinstance(node, list) and node and rng.random() < 0.9:
+            # Rather further down than here: most of what can be wrong is at the bottom.
+            inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict, Ext))]
+            at = rng.choice(inner) if inner and rng.random() < 0.7 else rng.randrange(len(node))
+            if rng.random() < 0.1:
+                return rng.choice(
+                    (node[:at], node[:at] + node[at:] + node[at:], node[::-1], [*node, node[at]])
+                )
+            return [*node[:at], self._edited(node[at]), *node[at + 1 :]]
+        if isinstance(node, dict) and node and rng.random() < 0.9:
+            key = rng.choice(list(node))
+            if rng.random() < 0.2:
+                return {k: v for k, v in node.items() if k != key}
+            return {**node, key: self._edited(node[key])}
+        if isinstance(node, Ext) and rng.random() < 0.9:
+            if rng.random() < 0.2:
+                return Ext(rng.choice((1, 2, 3, 4, 16, 17, 18, 19, 20, 32, 33, 40, 41, 99)), node.data)
+            return Ext(node.code, self._edit(bytes(node.data)))
+        if isinstance(node, bool) and rng.random() < 0.9:
+            return not node
+        if isinstance(node, int) and rng.random() < 0.95:
+            wanted = rng.choice((node + 1, node - 1, node * 2, node * 4, -node, ~node, rng.choice(_NUMBERS)))
+            return min(max(wanted if rng.random() < 0.3 else abs(wanted), -(2**63)), 2**64 - 1)
+        if isinstance(node, str) and rng.random() < 0.95:
+            return rng.choice((*_TEXTS, node + "x", node[:-1]))
+        return self._value(2)
+
+    def _generate(self, body: bytes) -> bytes:
+        """Make an envelope of the right form out of anything."""
+        rng = self._rng
+        count = rng.randrange(1, 5)
+        tensors = [self._tensor() for _ in range(rng.randrange(1, 4))]
+        leaves = [
+            [
+                rng.choice(("value", "tensor", "sparse", "compressed", "dtensor", "sharded", "ndarray", "x")),
+                [rng.randrange(len(tensors)) for _ in range(rng.randrange(4))],
+                self._value(3),
+                self._value(3),
+            ]
+            for _ in range(count)
+        ]
+        keys = rng.choice((None, [f"k{n}" for n in range(count)], [self._value(1) for _ in range(count)]))
+        kind = rng.choice(("list", "tuple", "dict", "odict", "deque", "counter", "defaultdict", "namedtuple"))
+        storages = [rng.choice((64, 4096, 1 << 20, 2**40, 2**63 - 1)) for _ in range(rng.randrange(1, 3))]
+        manifest = [-1, [[kind, list(range(count)), keys, self._value(1)]], leaves, tensors, storages]
+        return msgspec.msgpack.encode(
+            [manifest, rng.choice((16, 64, 1 << 20)), None, 0, b"", None, rng.random() < 0.5]
+        )
+
+    def _tensor(self) -> list[object]:
+        rng = self._rng
+        dims = rng.randrange(4)
+        sizes = (0, 1, 2, 3, 4, 5, 1000, 2**31, 2**62)
+        dtype, itemsize = rng.choice(
+            (("float32", 4), ("uint8", 1), ("int64", 8), ("complex128", 16), ("bool", 1))
+        )
+        return [
+            dtype,
+            itemsize,
+            [rng.choice(sizes) for _ in range(dims)],
+            [rng.choice((0, 1, 2, 3, 4, 7, 100, 2**40)) for _ in range(dims)],
+            0,
+            rng.choice((0, 8, 16, 2**40)),
+            rng.random() < 0.1,
+            rng.random() < 0.1,
+        ]
+
+    def _value(self, depth: int) -> Any:
+        rng = self._rng
+        made = rng.randrange(11 if depth else 7)
+        if made == 0:
+            return None
+        if made == 1:
+            return rng.random() < 0.5
+        if made == 2:
+            return rng.choice(_NUMBERS)
+        if made == 3:
+            return rng.choice((0.0, -0.0, 1.5, float("nan"), float("inf")))
+        if made == 4:
+            return rng.choice(
+                ("", "a", "grad", "torch.float32", "cpu", "<f8", "tests.hostile.attacks.values.Mode")
+            )
+        if made == 5:
+            return rng.randbytes(rng.randrange(9))
+        if made == 6:
+            return Ext(rng.randrange(-128, 128), rng.randbytes(rng.randrange(9)))
+        if made == 7:
+            return [self._value(depth - 1) for _ in range(rng.randrange(4))]
+        if made == 8:
+            names = ("size", "layout", "grad", "coalesced", "shape", "mesh", "dtype", "fields")
+            return {rng.choice(names): self._value(depth - 1) for _ in range(rng.randrange(4))}
+        payload = msgspec.msgpack.encode(self._value(depth - 1))
+        return Ext(
+            rng.choice((1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)), payload
+        )

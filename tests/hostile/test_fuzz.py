@@ -1,0 +1,111 @@
+"""The decoder and all that comes before the payload, by the thousand frames that are almost right.
+
+`make fuzz` runs 100,000. A failure prints its seed: FUZZ_SEED=… FUZZ_MUTATIONS=1 replays it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hostile.attacks import values
+from tests.hostile.attacks.base import framed
+from tests.hostile.mutations import Mutator, corpus
+from tests.hostile.test_attacks import take_apart
+from torchferry.core.codec import decode
+from torchferry.core.compare import compare, tensor_pairs
+from torchferry.core.extents import Extent
+from torchferry.core.landing import land_in_place
+from torchferry.core.plan import make_plan
+from torchferry.errors import FerryError
+from torchferry.tensors import registry
+from torchferry.tensors.assemble import allocate, assemble_fresh, prepare
+from torchferry.tensors.describe import describe_target
+from torchferry.tensors.kinds import Site
+from torchferry.tensors.memory import run_of
+
+MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "5000"))
+FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
+MOST_SECONDS = 5.0
+MOST_BYTES = 300 << 20
+"""All mutations together may leave the process no larger than this."""
+
+
+@pytest.fixture(autouse=True)
+def _types_of_the_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_types", {registry.name_of(cls): cls for cls in values.REGISTERED})
+
+
+def outcome_of(frame: bytes, target: object) -> str:
+    """Take a frame as far as a receiver would without a payload, and say what became of it.
+
+    Raises:
+        Exception: anything that is not an error of ours.
+    """
+    try:
+        take_apart(frame)
+        manifest = decode(frame).manifest
+        if sum(manifest.storages) < 1 << 24:
+            memories = allocate(manifest)
+            for memory in memories:
+                run_of(memory, Extent(0, 0, memory.storage.nbytes())).zero_()
+            assemble_fresh(prepare(manifest, Site()), memories, Site())
+        local = describe_target(target)
+        pairs, mismatches = compare(manifest, local.manifest, strict=False)
+        if not mismatches:
+            extents = make_plan(manifest, 1 << 20).extents
+            land_in_place(extents, manifest, local.manifest, tensor_pairs(manifest, local.manifest, pairs))
+    except FerryError as error:
+        return f"{type(error).__name__}: {_reason(error)}"
+    return "accepted"
+
+
+def _reason(error: FerryError) -> str:
+    """Give what all errors of one sort have in common."""
+    said = error.what.removeprefix(f"{error.path}: ")
+    said = re.split(r": | - |\[|\(", said)[0]
+    said = re.sub(r"the type .*? is not", "the type … is not", said, flags=re.DOTALL)
+    return re.sub(r"(?<!\w)'[^']*'?…?|\"[^\"]*\"?…?|-?\d+", "…", said)[:70]
+
+
+def test_no_frame_ends_in_anything_but_a_state_or_an_error_of_ours() -> None:
+    bodies = corpus()
+    target = {"w": torch.zeros(8, 8), "t": torch.zeros(8, 8), "row": torch.zeros(8), "n": 0}
+    outcomes: Counter[str] = Counter()
+    before = _resident_bytes()
+    for seed in range(FIRST_SEED, FIRST_SEED + MUTATIONS):
+        frame = Mutator(bodies, seed).next()
+        started = time.process_time()
+        try:
+            outcomes[outcome_of(frame, target)] += 1
+        except BaseException as error:
+            error.add_note(
+                f"seed {seed}: replay with FUZZ_SEED={seed} FUZZ_MUTATIONS=1; frame {frame[:2000].hex()}"
+            )
+            raise
+        assert time.process_time() - started < MOST_SECONDS, f"seed {seed} took too long"
+    assert _resident_bytes() - before < MOST_BYTES
+    print(f"\n{MUTATIONS} mutations from seed {FIRST_SEED}:")
+    for outcome, count in outcomes.most_common():
+        print(f"  {count:7}  {outcome}")
+    if MUTATIONS >= 5000:
+        # It really gets past the decoder, and is refused for many reasons.
+        assert outcomes["accepted"] > MUTATIONS // 100
+        assert sum("can't be decoded" not in outcome for outcome in outcomes.elements()) > MUTATIONS // 4
+        assert len(outcomes) > 30
+
+
+def test_what_is_not_mutated_is_accepted() -> None:
+    for body in corpus():
+        take_apart(framed(body))
+
+
+def _resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) << 10
