@@ -1,4 +1,4 @@
-"""The ground, where it gives way: what gloo does that no code above it can mend, and SECURITY.md owns up to."""
+"""The ground, where it gives way: what gloo does that no code above it can mend. SECURITY.md says so too."""
 
 from __future__ import annotations
 
