@@ -12,10 +12,11 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.hostile.attacks.base import framed
 from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.states import Recipe, build
 from torchferry.core.boxes import boxes, items_below
-from torchferry.core.codec import MAGIC, VERSION, Envelope, decode, encode
+from torchferry.core.codec import MAGIC, Envelope, decode, encode
 from torchferry.core.extents import (
     Extent,
     extents_of,
@@ -241,8 +242,8 @@ _MUTATIONS = st.lists(
 
 
 def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
-    """Damage a frame, but for the bytes that say that it is one."""
-    head, body = frame[: len(MAGIC) + 1], bytearray(frame[len(MAGIC) + 1 :])
+    """Damage what a frame says, and sign it anew so that the damage is read and not only noticed."""
+    body = bytearray(frame[len(framed(b"")) :])
     for how, where, byte in mutations:
         at = int(where * len(body))
         if how == "insert":
@@ -255,7 +256,7 @@ def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
             body[at:at] = body[at : at + byte]
         elif body:
             body[at] = byte
-    return head + bytes(body)
+    return framed(bytes(body))
 
 
 @settings(max_examples=400)
@@ -272,6 +273,6 @@ def test_a_damaged_frame_is_refused_or_says_something_else(
 @settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_frame_are_refused_or_are_one_after_all(body: bytes) -> None:
-    for frame in (body, MAGIC + body, MAGIC + bytes([VERSION]) + body):
+    for frame in (body, MAGIC + body, framed(body)):
         with suppress(BadManifest):
             decode(frame)
