@@ -105,17 +105,26 @@ def test_chunks_part_an_extent_in_order_and_never_an_item(tensors: list[TensorSp
 
 
 @settings(max_examples=300)
-@given(families(), st.integers(16, 200))
-def test_a_plan_carries_each_used_byte_once(tensors: list[TensorSpec], chunk_bytes: int) -> None:
-    plan = make_plan(Manifest(0, (), (), tuple(tensors), (_CAPACITY, _CAPACITY)), chunk_bytes)
+@given(families(), st.integers(16, 200), st.integers(0, 16))
+def test_a_plan_carries_each_used_byte_once(
+    tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int
+) -> None:
+    plan = make_plan(Manifest(0, (), (), tuple(tensors), (_CAPACITY, _CAPACITY)), chunk_bytes, pack_bytes)
     used = {(spec.storage, byte) for spec in tensors for item in items_of(spec) for byte in item}
     assert plan.payload_bytes == len(used)
     positions: Counter[int] = Counter()
+    carried = 0
     for number, message in enumerate(plan.messages):
-        assert message.number == number
-        assert message.position == positions[message.extent]
-        assert message.nbytes == message.piece.nbytes
-        positions[message.extent] += message.nbytes
+        chunks = plan.chunks_of(message)
+        assert (message.number, message.first) == (number, carried)
+        assert message.nbytes == sum(chunk.nbytes for chunk in chunks) <= chunk_bytes
+        assert len(chunks) == 1 or all(chunk.nbytes < pack_bytes for chunk in chunks)
+        carried = message.end
+        for chunk in chunks:
+            assert chunk.position == positions[chunk.extent]
+            assert chunk.nbytes == chunk.piece.nbytes
+            positions[chunk.extent] += chunk.nbytes
+    assert carried == len(plan.chunks)
     assert [positions[n] for n in range(len(plan.extents))] == [e.nbytes for e in plan.extents]
 
 
