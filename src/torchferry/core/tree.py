@@ -51,17 +51,32 @@ def keys_of(branch: Branch) -> Sequence[Value]:
 
 def rebuild(
     manifest: Manifest,
-    values: Iterable[object],
-    build: Callable[[Branch, list[object]], object],
+    values: Sequence[object],
+    build: Callable[[int, list[object]], object],
 ) -> object:
-    """Put `values`, one for each occurrence in order, back into the tree.
+    """Put `values`, one for each leaf, back into the tree. `build` makes one container out of its children.
 
-    `build` makes one container out of its children. The first pass walks down and hands out the values,
-    the second builds the containers, innermost first.
+    Parents come before their children, so the containers are built from the last to the first.
+    """
+    built: list[object] = [None] * len(manifest.branches)
+    for index in range(len(manifest.branches) - 1, -1, -1):
+        children = manifest.branches[index].children
+        built[index] = build(index, [values[c] if c >= 0 else built[~c] for c in children])
+    return values[manifest.root] if manifest.root >= 0 else built[~manifest.root]
+
+
+def rebuild_places(
+    manifest: Manifest,
+    values: Iterable[object],
+    build: Callable[[int, list[object]], object],
+) -> object:
+    """The same with one value for each occurrence, in order, for one leaf may be several things here.
+
+    The first pass walks down and hands out the values, the second builds the containers, innermost first.
     """
     following = iter(values)
     top: list[object] = [None]
-    opened: list[tuple[Branch, list[object], list[object], int]] = []
+    opened: list[tuple[int, list[object], list[object], int]] = []
     stack: list[tuple[list[object], int, int]] = [(top, 0, manifest.root)]
     while stack:
         siblings, place, child = stack.pop()
@@ -70,13 +85,18 @@ def rebuild(
             continue
         branch = manifest.branches[~child]
         children: list[object] = [None] * len(branch.children)
-        opened.append((branch, children, siblings, place))
+        opened.append((~child, children, siblings, place))
         stack.extend(
             (children, index, branch.children[index]) for index in range(len(branch.children) - 1, -1, -1)
         )
-    for branch, children, siblings, place in reversed(opened):
-        siblings[place] = build(branch, children)
+    for index, children, siblings, place in reversed(opened):
+        siblings[place] = build(index, children)
     return top[0]
+
+
+def path_of(manifest: Manifest, leaf: int) -> Path:
+    """Give the first place where a leaf stands."""
+    return next(occurrence.path for occurrence in occurrences(manifest) if occurrence.leaf == leaf)
 
 
 def format_path(path: Sequence[Any]) -> str:

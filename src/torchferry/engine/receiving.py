@@ -8,7 +8,7 @@ breaks the link off: that, too, tells the sender.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from torchferry.core.codec import Envelope, decode
-from torchferry.core.compare import Pair, compare, tensor_pairs
+from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
-from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
-from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
+from torchferry.core.landing import Landing, Landings, land_alike, land_in_place
+from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.routes import Route
@@ -119,7 +119,7 @@ class _Transfer:
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
             envelope = self._terms.decode(frame)
-            plan = _plan(envelope)
+            plan = target.plan_for(envelope) or _plan(envelope)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
@@ -259,23 +259,40 @@ def _ending(relay: Relay) -> Callable[[BaseException], None]:
 class _Target:
     """The local state that is to be written, described; or what went wrong, raised when it is asked for.
 
-    A failure here is a refusal like any other: the sender's messages are taken first.
+    A failure here is a refusal like any other: the sender's messages are taken first. The plan is made as
+    well, for what arrives is nearly always described alike.
     """
 
     def __init__(self, terms: Pull) -> None:
         self._description: Description | None = None
+        self._plan: Plan | None = None
         self._error: Exception | None = None
+        if terms.target is None:
+            return
         try:
-            if terms.target is not None:
-                self._description = describe_target(terms.target())
+            self._description = describe_target(terms.target())
+            self._plan = make_plan(self._description.manifest)
+        except (TooIntricate, TooManyMessages):
+            pass
         except Exception as error:
             self._error = error
 
     def description(self) -> Description | None:
-        """Give it; None if what arrives is to be fresh."""
+        """Give the local state described; None if what arrives is to be fresh."""
         if self._error is not None:
             raise self._error
         return self._description
+
+    def plan_for(self, envelope: Envelope) -> Plan | None:
+        """Give the plan of what arrives, if the plan of what is here is the same."""
+        plan, local = self._plan, self._description
+        if plan is None or local is None or envelope.digests is not None:
+            return None
+        alike = (envelope.chunk_bytes, envelope.pack_bytes) == (
+            CHUNK_BYTES,
+            plan.pack_bytes,
+        ) and envelope.manifest.tensors == local.manifest.tensors
+        return plan if alike else None
 
 
 def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
@@ -335,37 +352,30 @@ class _Receiver:
 def _receiver(prepared: Prepared, plan: Plan, target: Description | None, terms: Pull) -> _Receiver:
     manifest = prepared.manifest
     if target is None:
-        memories = allocate(manifest)
+        fresh = allocate(manifest)
         return _Receiver(
-            land_fresh(plan.extents),
-            Ground(manifest, memories),
-            lambda: assemble_fresh(prepared, memories, terms.site),
+            land_alike(plan.extents),
+            Ground(manifest, fresh.memories),
+            lambda: assemble_fresh(prepared, fresh, terms.site),
             in_place=False,
         )
-    pairs, mismatches = compare(manifest, target.manifest, strict=terms.strict)
-    if mismatches:
-        raise StateMismatch(mismatches)
-    tensors = tensor_pairs(manifest, target.manifest, pairs)
-    landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
-    ground = Ground(manifest, target.memories, target, {pair.local for pair in tensors})
-    return _Receiver(
-        landings,
-        ground,
-        lambda: _finish(prepared, target, pairs, landings, ground, terms),
-        in_place=True,
-    )
+    comparison = compare(manifest, target.manifest, strict=terms.strict)
+    if comparison.mismatches:
+        raise StateMismatch(comparison.mismatches)
+    if comparison.twins:
+        landings = land_alike(plan.extents)
+        written: Collection[int] = range(len(target.tensors))
+    else:
+        tensors = tensor_pairs(manifest, target.manifest, comparison.pairs)
+        landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
+        written = {pair.local for pair in tensors}
+    ground = Ground(manifest, target.memories, target, written)
 
+    def assemble() -> object:
+        ground.copy_whole(landings.whole)
+        return assemble_in_place(prepared, target, comparison, strict=terms.strict)
 
-def _finish(
-    prepared: Prepared,
-    target: Description,
-    pairs: Sequence[Pair],
-    landings: Landings,
-    ground: Ground,
-    terms: Pull,
-) -> object:
-    ground.copy_whole(landings.whole)
-    return assemble_in_place(prepared, target, pairs, strict=terms.strict)
+    return _Receiver(landings, ground, assemble, in_place=True)
 
 
 def _torn(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> FerryError:

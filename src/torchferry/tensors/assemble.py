@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from torchferry.core.compare import PICKLED, Pair
-from torchferry.core.manifest import VALUE, Manifest
+from torchferry.core.compare import PICKLED, Comparison
+from torchferry.core.extents import figure_of
+from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
-from torchferry.core.tree import Path, format_path, occurrences, rebuild
+from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, PickleRefused, StateError
-from torchferry.tensors.branches import build_branch, check_branch
+from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.kinds import Site, check_form, kind_named
-from torchferry.tensors.memory import Memory, check_dtype, check_room, new_memory, tensor_over
+from torchferry.tensors.memory import (
+    CPU,
+    DTYPES,
+    Memory,
+    check_dtype,
+    check_room,
+    new_memory,
+    prefer_huge_pages,
+    tensor_over,
+)
 from torchferry.tensors.values import from_wire
 
 P = ParamSpec("P")
@@ -29,9 +39,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A manifest that can be built here, and its leaves without tensors, already decoded."""
+    """A manifest that can be built here: its containers, and its leaves without tensors, already decoded."""
 
     manifest: Manifest
+    containers: list[Container]
     values: dict[int, object]
 
 
@@ -42,31 +53,44 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
     """
     values: dict[int, object] = {}
-    seen: set[int] = set()
-    for path, number in occurrences(manifest):
-        # A leaf may stand in a million places, and is looked at once.
-        if number in seen:
-            continue
-        seen.add(number)
-        leaf = manifest.leaves[number]
+    sound: set[object] = set()
+    for number, leaf in enumerate(manifest.leaves):
         try:
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
             elif leaf.kind == PICKLED:
                 values[number] = _unpickle(leaf.traits, site)
             else:
-                specs = [manifest.tensors[part] for part in leaf.parts]
-                for spec in specs:
-                    check_dtype(spec)
-                check_form(kind_named(leaf.kind), leaf, specs)
+                _check_leaf(leaf, manifest.tensors, sound)
         except FerryError as error:
-            raise _at(path, error) from None
+            raise _at(path_of(manifest, number), error) from None
     for spec in manifest.tensors:
         # Those of no leaf are made, too.
+        _check_dtype(spec, sound)
+    return Prepared(manifest, [Container(branch) for branch in manifest.branches], values)
+
+
+def _check_leaf(leaf: Leaf, tensors: Sequence[TensorSpec], sound: set[object]) -> None:
+    """Check one leaf with tensors. `sound` has what was found to be, for most leaves are alike in that."""
+    specs = [tensors[part] for part in leaf.parts]
+    for spec in specs:
+        _check_dtype(spec, sound)
+    # A plain tensor is its dtype and a number; whatever has a form is looked at each time.
+    if leaf.fixed is None and len(specs) == 1 and (leaf.traits is None or type(leaf.traits) is int):
+        alike = (leaf.kind, leaf.traits, specs[0].dtype)
+        if alike in sound:
+            return
+        check_form(kind_named(leaf.kind), leaf, specs)
+        sound.add(alike)
+    else:
+        check_form(kind_named(leaf.kind), leaf, specs)
+
+
+def _check_dtype(spec: TensorSpec, sound: set[object]) -> None:
+    alike = (spec.dtype, spec.itemsize, spec.conj, spec.neg)
+    if alike not in sound:
         check_dtype(spec)
-    for branch in manifest.branches:
-        check_branch(branch)
-    return Prepared(manifest, values)
+        sound.add(alike)
 
 
 def _at(path: Path, error: FerryError) -> FerryError:
@@ -84,7 +108,14 @@ def _unpickle(data: object, site: Site) -> object:
     return site.unpickle(data)
 
 
-def allocate(manifest: Manifest) -> tuple[Memory, ...]:
+class Fresh(NamedTuple):
+    """New memory for a state: by storage, and the tensors that already are what they are to be."""
+
+    memories: list[Memory]
+    tensors: dict[int, torch.Tensor]
+
+
+def allocate(manifest: Manifest) -> Fresh:
     """Set aside fresh memory on the CPU for every storage.
 
     Raises:
@@ -92,32 +123,72 @@ def allocate(manifest: Manifest) -> tuple[Memory, ...]:
     """
     total = sum(manifest.storages)
     check_room(total, "the incoming state")
-    cpu = torch.device("cpu")
+    alone = _alone(manifest)
+    memories: list[Memory] = []
+    tensors: dict[int, torch.Tensor] = {}
     try:
-        return tuple(new_memory(nbytes, cpu) for nbytes in manifest.storages)
+        for number, nbytes in enumerate(manifest.storages):
+            tensor = alone.get(number)
+            if tensor is None:
+                memories.append(new_memory(nbytes, CPU))
+                continue
+            spec = manifest.tensors[tensor]
+            # Most storages are one plain tensor, and it is made at once: memory first takes twice as long.
+            made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=CPU)
+            if made.stride() == spec.stride:
+                tensors[tensor] = made
+                memories.append(Memory(made.untyped_storage(), 0, CPU))
+            else:
+                memories.append(new_memory(nbytes, CPU))
     except (RuntimeError, MemoryError) as error:
         raise StateError(f"no memory for the {total} bytes of the incoming state: {error}") from None
+    for memory in memories:
+        prefer_huge_pages(memory)
+    return Fresh(memories, tensors)
 
 
-def assemble_fresh(prepared: Prepared, memories: Sequence[Memory], site: Site) -> object:
+def _alone(manifest: Manifest) -> dict[int, int]:
+    """Find the storages that are one tensor, whole and with nothing else in them: storage to tensor."""
+    found: dict[int, int] = {}
+    for number, spec in enumerate(manifest.tensors):
+        # Of its own size, and not just seen as often as a peer says: an expanded one would be a claim.
+        fills = figure_of(spec).items * spec.itemsize == manifest.storages[spec.storage] > 0
+        plain = fills and not (spec.conj or spec.neg) and spec.storage not in found
+        found[spec.storage] = number if plain else _SHARED
+    return {storage: number for storage, number in found.items() if number != _SHARED}
+
+
+_SHARED = -1
+
+
+def assemble_fresh(prepared: Prepared, fresh: Fresh, site: Site) -> object:
     """Build the state that arrived, in memory of its own.
 
     Raises:
         PeerError: a leaf can't be built out of what arrived; names its path.
     """
     manifest = prepared.manifest
-    tensors = [_made("tensor", tensor_over, memories[spec.storage], spec) for spec in manifest.tensors]
-    built: dict[int, object] = dict(prepared.values)
-    places = occurrences(manifest)
-    for path, number in places:
-        if number not in built:
-            leaf = manifest.leaves[number]
-            parts = [tensors[part] for part in leaf.parts]
-            try:
-                built[number] = _made(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site)
-            except FerryError as error:
-                raise _at(path, error) from None
-    return rebuild(manifest, (built[number] for _, number in places), build_branch)
+    tensors = [
+        fresh.tensors[number]
+        if number in fresh.tensors
+        else _made("tensor", tensor_over, fresh.memories[spec.storage], spec)
+        for number, spec in enumerate(manifest.tensors)
+    ]
+    built: list[object] = []
+    for number, leaf in enumerate(manifest.leaves):
+        if number in prepared.values:
+            built.append(prepared.values[number])
+            continue
+        parts = [tensors[part] for part in leaf.parts]
+        try:
+            built.append(_made(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site))
+        except FerryError as error:
+            raise _at(path_of(manifest, number), error) from None
+    return rebuild(manifest, built, _builder(prepared.containers))
+
+
+def _builder(containers: Sequence[Container]) -> Callable[[int, list[object]], object]:
+    return lambda index, children: containers[index].build(children)
 
 
 def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -132,20 +203,26 @@ def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 def assemble_in_place(
-    prepared: Prepared, target: Description, pairs: Sequence[Pair], *, strict: bool
+    prepared: Prepared, target: Description, comparison: Comparison, *, strict: bool
 ) -> object:
     """Build the state that arrived around the local tensors that took its bytes.
 
     With `strict` the tree is the incoming one. Otherwise it is the local one, in which every leaf that has
     arrived is replaced and every other is left as it was.
     """
-    arrived: dict[object, object] = {}
-    for pair in pairs:
-        leaf = prepared.manifest.leaves[pair.incoming]
-        if pair.incoming in prepared.values:
-            arrived[pair.path] = prepared.values[pair.incoming]
-        else:
-            arrived[pair.path] = kind_named(leaf.kind).adopt(leaf, target.values[pair.local])
+    if comparison.twins:
+        numbers = range(len(prepared.manifest.leaves))
+        values = [_arrived(prepared, target, number, number) for number in numbers]
+        return rebuild(prepared.manifest, values, _builder(prepared.containers))
+    arrived = {pair.path: _arrived(prepared, target, pair.incoming, pair.local) for pair in comparison.pairs}
     shape = prepared.manifest if strict else target.manifest
-    values = (arrived[path] if path in arrived else target.values[leaf] for path, leaf in occurrences(shape))
-    return rebuild(shape, values, build_branch)
+    containers = prepared.containers if strict else [Container(branch) for branch in shape.branches]
+    placed = (arrived[path] if path in arrived else target.values[leaf] for path, leaf in occurrences(shape))
+    return rebuild_places(shape, placed, _builder(containers))
+
+
+def _arrived(prepared: Prepared, target: Description, incoming: int, local: int) -> object:
+    if incoming in prepared.values:
+        return prepared.values[incoming]
+    leaf = prepared.manifest.leaves[incoming]
+    return kind_named(leaf.kind).adopt(leaf, target.values[local])

@@ -60,33 +60,49 @@ def open_branch(value: object) -> Opened | None:
     return None if kind is None else kind.take_apart(value)
 
 
-def build_branch(branch: Branch, children: list[object]) -> object:
-    """Put a container together.
+_ODDITIES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
+"""What Python raises of keys, children and fields that can't be."""
 
-    Raises:
-        BadManifest: there is no such container, or these can't be its children.
-        UnknownType: its type is not registered in this process.
-    """
-    kind = _by_name.get(branch.kind)
-    if kind is None:
-        raise BadManifest(f"a container of unknown kind {show(branch.kind)}")
-    if (branch.keys is None) != (branch.kind in _WITHOUT_KEYS):
-        raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
-    try:
-        keys = [from_wire(key) for key in branch.keys or ()]
-        return kind.put_together([*distinct(keys)], children, branch.extra)
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
+
+class Container:
+    """A container that can be put together here: its type is known, and its keys are decoded."""
+
+    def __init__(self, branch: Branch) -> None:
+        """Look up the type, decode the keys, and try it with placeholders for children.
+
+        Raises:
+            BadManifest: there is no such container, or these can't be its children.
+            UnknownType: its type is not registered in this process.
+        """
+        kind = _by_name.get(branch.kind)
+        if kind is None:
+            raise BadManifest(f"a container of unknown kind {show(branch.kind)}")
+        if (branch.keys is None) != (branch.kind in _WITHOUT_KEYS):
+            raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
+        self._kind = kind
+        self._extra = branch.extra
+        self._keys: Sequence[object] = ()
+        try:
+            self._keys = distinct([key if type(key) is str else from_wire(key) for key in branch.keys or ()])
+        except _ODDITIES as error:
+            raise self._blamed(error) from None
+        self.build([None] * len(branch.children))
+
+    def build(self, children: list[object]) -> object:
+        """Put it together.
+
+        Raises:
+            BadManifest: these can't be its children.
+            UnknownType: its type is not registered in this process any more.
+        """
+        try:
+            return self._kind.put_together([*self._keys], children, self._extra)
+        except _ODDITIES as error:
+            raise self._blamed(error) from None
+
+    def _blamed(self, error: Exception) -> BadManifest:
         said = str(error)[:MOST_CHARACTERS]
-        raise BadManifest(f"a {branch.kind} that can't be put together: {said}") from None
-
-
-def check_branch(branch: Branch) -> None:
-    """Check that a container can be built here, by building one of placeholders.
-
-    Raises:
-        BadManifest, UnknownType: as `build_branch` would.
-    """
-    build_branch(branch, [None] * len(branch.children))
+        return BadManifest(f"a {self._kind.name} that can't be put together: {said}")
 
 
 def _open_mapping(name: str, extra: Callable[[Any], Value]) -> Callable[[Any], Opened]:

@@ -5,7 +5,7 @@ Everything that can't travel is found here, before anything is sent, with its pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -34,20 +34,27 @@ class Description:
     memories: tuple[Memory, ...]
     tensors: tuple[torch.Tensor, ...]
     values: tuple[object, ...]
-    versions: tuple[int, ...]
+    versions: list[int]
 
     def changed_tensors(self) -> list[int]:
         """List the tensors that torch has written to since they were described."""
-        return [
-            number
-            for number, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True))
-            if _version(tensor) != version
-        ]
+        now = _versions(self.tensors)
+        if now == self.versions:
+            return []
+        pairs = enumerate(zip(now, self.versions, strict=True))
+        return [number for number, (version, earlier) in pairs if version != earlier]
 
 
 def _version(tensor: torch.Tensor) -> int:
     # Inference tensors do not count their versions.
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [_version(tensor) for tensor in tensors]
 
 
 def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
@@ -72,15 +79,17 @@ def describe_target(state: object) -> Description:
         return Leaf(OPAQUE)
 
     found = _Describer(opaque).run(state)
-    leaves = tuple(map(_if_writable, found.manifest.leaves, found.values))
+    leaves = tuple(
+        _if_writable(leaf) if leaf.kind == NDARRAY.name else leaf for leaf in found.manifest.leaves
+    )
     return replace(found, manifest=msgspec.structs.replace(found.manifest, leaves=leaves))
 
 
-def _if_writable(leaf: Leaf, value: object) -> Leaf:
-    if leaf.kind == NDARRAY.name and not leaf.traits["writeable"]:
-        return msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
-    return leaf
+def _if_writable(leaf: Leaf) -> Leaf:
+    return leaf if leaf.traits["writeable"] else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
 
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _Otherwise = Callable[[object, Unsendable], Leaf]
 
@@ -123,10 +132,10 @@ class _Describer:
             sizes,
         )
         entered = tuple(self._storages.tensors)
-        versions = tuple(_version(tensor) for tensor in entered)
-        return Description(manifest, memories, entered, tuple(self._values), versions)
+        return Description(manifest, memories, entered, tuple(self._values), _versions(entered))
 
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
+        """Describe a value that is perhaps a container; the path is its own."""
         try:
             opened = open_branch(value)
             if opened is None:
@@ -145,10 +154,17 @@ class _Describer:
         index = len(self._branches)
         self._branches.append(None)
         names = range(len(opened.children)) if opened.keys is None else opened.keys
-        children = tuple(
-            self._walk(child, (*path, name)) for name, child in zip(names, opened.children, strict=True)
-        )
-        self._branches[index] = Branch(opened.kind, children, keys, opened.extra)
+        children: list[int] = []
+        for name, child in zip(names, opened.children, strict=True):
+            # Nearly all are tensors, and have no need of a path of their own unless something is wrong.
+            if type(child) in _TENSORS:
+                try:
+                    children.append(self._leaf(child))
+                except Unsendable as error:
+                    children.append(self._unknown(child, (*path, name), error))
+            else:
+                children.append(self._walk(child, (*path, name)))
+        self._branches[index] = Branch(opened.kind, tuple(children), keys, opened.extra)
         return ~index
 
     def _leaf(self, value: object) -> int:
@@ -158,7 +174,13 @@ class _Describer:
         kind = kind_of(value)
         if kind is None:
             return self._add(Leaf(VALUE, traits=to_wire(value)), value)
-        index = self._add(kind.describe(value, self._storages.enter), value)
+        entered = len(self._storages)
+        try:
+            leaf = kind.describe(value, self._storages.enter)
+        except Unsendable:
+            self._storages.forget(entered)
+            raise
+        index = self._add(leaf, value)
         # The same tensor in two places is one leaf, and arrives as one object.
         self._known[id(value)] = index
         return index

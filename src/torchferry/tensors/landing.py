@@ -89,11 +89,10 @@ class Ground:
 
     def mark_changed(self) -> None:
         """Tell autograd that local tensors were written to, since it was done behind its back."""
-        if self._target is not None:
-            for number in self._written:
-                tensor = self._target.tensors[number]
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
+        if self._target is None:
+            return
+        tensors = [self._target.tensors[number] for number in self._written]
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
     def _memory(self, place: Direct) -> Memory:
         if place.storage >= 0:

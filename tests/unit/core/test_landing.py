@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchferry.core.compare import TensorPair
 from torchferry.core.extents import extents_of
-from torchferry.core.landing import Direct, Landing, Landings, Spread, land_fresh, land_in_place
+from torchferry.core.landing import Direct, Landing, Landings, Spread, land_alike, land_in_place
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 
 
@@ -25,7 +25,7 @@ ROW, OTHER_ROW = tensor((8,), (1,)), tensor((8,), (1,), storage=1)
 
 
 def test_fresh_extents_keep_their_places() -> None:
-    assert land_fresh(extents_of([ROW, OTHER_ROW])).by_extent == (
+    assert land_alike(extents_of([ROW, OTHER_ROW])).by_extent == (
         Landing((Direct(0, 0),)),
         Landing((Direct(1, 0),)),
     )

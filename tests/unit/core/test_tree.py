@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchferry.core.codec import pack
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special
-from torchferry.core.tree import format_path, occurrences, rebuild
+from torchferry.core.tree import format_path, occurrences, rebuild, rebuild_places
 
 STATE = Manifest(
     -1,
@@ -30,12 +30,18 @@ def test_every_place_is_listed_in_order_even_if_its_leaf_was_there_before() -> N
 
 
 def test_values_go_back_to_their_places() -> None:
-    def build(branch: Branch, children: list[object]) -> object:
+    def build(index: int, children: list[object]) -> object:
+        branch = STATE.branches[index]
         return children if branch.keys is None else dict(zip(branch.keys, children, strict=True))
 
-    assert rebuild(STATE, ["a", "b", "c", "d"], build) == {
+    assert rebuild_places(STATE, ["a", "b", "c", "d"], build) == {
         "model": ["a", {7: "b"}, "c"],
         "step": "d",
+        "empty": [],
+    }
+    assert rebuild(STATE, ["second", "a", "b"], build) == {
+        "model": ["a", {7: "b"}, "second"],
+        "step": "second",
         "empty": [],
     }
 
@@ -43,7 +49,8 @@ def test_values_go_back_to_their_places() -> None:
 def test_a_state_may_be_a_single_leaf() -> None:
     single = Manifest(0, (), (Leaf("value"),), (), ())
     assert occurrences(single) == [((), 0)]
-    assert rebuild(single, ["it"], lambda branch, children: None) == "it"
+    assert rebuild(single, ["it"], lambda index, children: None) == "it"
+    assert rebuild_places(single, ["it"], lambda index, children: None) == "it"
 
 
 def test_a_path_is_shown_as_people_write_it() -> None:

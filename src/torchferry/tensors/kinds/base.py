@@ -15,7 +15,7 @@ from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import BadManifest, FerryError
 
 Part = Callable[[torch.Tensor], int]
-"""Enters a strided tensor into the manifest and gives its number."""
+"""Enters a strided tensor into the manifest, if it can travel, and gives its number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
     `describe` enters the tensors that hold the value's bytes and says the rest in a Leaf; `rebuild` makes
     a fresh value out of tensors; `adopt` finishes a local value whose tensors were written in place.
-    `describe` enters nothing before it knows that the value can travel: what is entered is sent.
+    If `describe` raises, what it has entered is taken back.
 
     `fixed` and `traits` are the types of what a Leaf of this kind has there, and `parts` is the number of
     its tensors, None if that varies: what a peer sends is held to them before anything else is done. `check`

@@ -26,7 +26,7 @@ from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec, Value
 from torchferry.core.showing import show
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.kinds.base import Kind, Part, Site
-from torchferry.tensors.kinds.dense import Grad, check_dense, check_grad, grad_traits, with_grad_traits
+from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
 
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 
@@ -57,7 +57,6 @@ def _describe(tensor: DTensor, part: Part) -> Leaf:
         raise Unsendable(
             f"a DTensor over a {type(local).__qualname__} can't travel: only strided local tensors can"
         )
-    check_dense(local)
     mesh = tensor.device_mesh
     fixed = {
         "placements": [_placement_to_wire(placement) for placement in tensor.placements],

@@ -22,7 +22,6 @@ from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from
 
 from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec, Value
 from torchferry.tensors.kinds.base import Kind, Part, Site
-from torchferry.tensors.kinds.dense import check_dense
 from torchferry.tensors.memory import DTYPES
 from torchferry.tensors.values import from_wire, to_wire
 
@@ -41,8 +40,6 @@ class _Traits(TypedDict):
 
 def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
     shards = tensor.local_shards()
-    for shard in shards:
-        check_dense(shard.tensor)
     whole = tensor.metadata()
     properties = whole.tensor_properties
     fixed = {

@@ -11,7 +11,7 @@ import torch
 from torchferry.core.manifest import Count, Leaf, TensorSpec
 from torchferry.core.showing import show
 from torchferry.tensors.kinds.base import Kind, Part, Site
-from torchferry.tensors.kinds.dense import Grad, check_dense, check_grad, grad_traits, with_grad_traits
+from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
 
 _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -97,8 +97,6 @@ def _leaf(
     part: Part,
     coalesced: bool | None,
 ) -> Leaf:
-    for member in members:
-        check_dense(member)
     return Leaf(
         kind.name,
         tuple(part(member) for member in members),
