@@ -9,8 +9,8 @@ for its last byte to be hashed before its first is sent, so its digests follow t
 every few messages (`plan.SEAL_MESSAGES`) comes one seal, with the digests of their chunks and whether all
 is well.
 
-Who has to give up, sender or relay, puts a farewell in the place of the next message that is long enough
-for it.
+Who has to give up, sender or relay, puts a farewell in the place of the next message that is long enough,
+or of the next seal.
 """
 
 from __future__ import annotations

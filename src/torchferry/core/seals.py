@@ -1,13 +1,15 @@
 """Seals: what follows messages whose digests are not in the frame.
 
-On the wire a seal is a row of 64-bit numbers, little-endian: whether the state has changed under the sender's
-hands, then the digest of each chunk.
+On the wire a seal is a row of 64-bit numbers, little-endian: how the sender is, then the digest of each
+chunk. It is well, or its state has changed under its hands, or it has given up; then the number says whose
+fault that is.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -26,12 +28,30 @@ class Seal(Struct, frozen=True, gc=False):
         return 8 * (self.end - self.first + 1)
 
 
+_WELL = 0
+_CHANGED = 1
+_GAVE_UP = 2
+
+
+class Opened(NamedTuple):
+    """What a seal says."""
+
+    digests: tuple[int, ...]
+    changed: bool
+    culprit: int | None
+
+
 def encode_seal(digests: Sequence[int], *, changed: bool = False) -> bytes:
     """Put digests into a seal, and whether the state has changed under the sender's hands."""
-    return struct.pack(f"<{len(digests) + 1}Q", int(changed), *digests)
+    return struct.pack(f"<{len(digests) + 1}Q", _CHANGED if changed else _WELL, *digests)
 
 
-def decode_seal(data: bytes) -> tuple[tuple[int, ...], bool]:
-    """Take digests out of a seal, and whether the sender says that its state has changed."""
+def encode_farewell(seal: Seal, culprit: int) -> bytes:
+    """Say in the place of a seal that no more will come, and whose fault that is."""
+    return struct.pack("<Q", _GAVE_UP + culprit).ljust(seal.nbytes, b"\0")
+
+
+def decode_seal(data: bytes) -> Opened:
+    """Take a seal apart."""
     flag, *digests = struct.unpack(f"<{len(data) // 8}Q", data)
-    return tuple(digests), bool(flag)
+    return Opened(tuple(digests), flag == _CHANGED, flag - _GAVE_UP if flag >= _GAVE_UP else None)

@@ -16,21 +16,32 @@ from torchferry.links.base import Link
 
 def say_farewell(
     link: Link, peer: int, rest: Sequence[Message | Seal], envelope: Envelope, culprit: int, window: Window
-) -> Steps[None]:
-    """Tell a receiver, in the place of the next message that is long enough, that no more will come.
+) -> Steps[bool]:
+    """Tell a receiver, in the place of what it expects next, that no more will come; say whether it was told.
 
-    `rest` is what it still expects. What is too short for a word is sent, in the length that is expected
-    and with nothing in it, so that the receiver gets as far as the farewell.
+    `rest` is what it still expects. What is too short for the word is sent, in the length that is expected and
+    with nothing in it, so that the receiver gets as far as the word; but not if there is no place for it at
+    all, for then that would pass for the state.
     """
+    place = next((place for place, item in enumerate(rest) if _has_room(item)), None)
+    if place is None or not link.sends_short:
+        return False
     tags = Tags(envelope.origin, envelope.serial)
-    word = bytearray(farewell(envelope.nonce, culprit))
-    for item in rest:
-        heard = isinstance(item, Message) and item.nbytes >= FAREWELL_BYTES
-        data = torch.frombuffer(word if heard else bytearray(item.nbytes), dtype=torch.uint8)
-        window.add(link.send(data.to(link.device), peer, tags.of(item)), 0, _nothing)
-        if heard:
-            break
+    for item in rest[:place]:
+        window.add(link.send(_bytes(bytes(item.nbytes), link), peer, tags.of(item)), 0, _nothing)
+    last = rest[place]
+    word = encode_farewell(last, culprit) if isinstance(last, Seal) else farewell(envelope.nonce, culprit)
+    window.add(link.send(_bytes(word, link), peer, tags.of(last)), 0, _nothing)
     yield from window.finish()
+    return True
+
+
+def _has_room(item: Message | Seal) -> bool:
+    return isinstance(item, Seal) or item.nbytes >= FAREWELL_BYTES
+
+
+def _bytes(data: bytes, link: Link) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
 
 
 def _nothing() -> None:

@@ -114,14 +114,7 @@ class _Receiving:
                 self._staging.give_back(buffer)
 
     def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
-        culprit = culprit_in(head(buffer, FAREWELL_BYTES), self._nonce)
-        if culprit is not None:
-            whose = "its" if culprit == self._meter.peer else f"rank {culprit}'s"
-            raise PeerGaveUp(
-                f"rank {self._meter.peer} gave up half-way, because of an error on {whose} side",
-                culprit=culprit,
-                peer=self._meter.peer,
-            )
+        self._go_on_unless(culprit_in(head(buffer, FAREWELL_BYTES), self._nonce))
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
         self._check(message, buffer)
@@ -134,6 +127,17 @@ class _Receiving:
                 self._payload.ground.put(chunks, where, buffer)
         elif rest.direct or rest.spread:
             self._payload.ground.put(chunks, [rest], buffer)
+
+    def _go_on_unless(self, culprit: int | None) -> None:
+        """Stop if somebody gave up."""
+        if culprit is None:
+            return
+        whose = "its" if culprit == self._meter.peer else f"rank {culprit}'s"
+        raise PeerGaveUp(
+            f"rank {self._meter.peer} gave up half-way, because of an error on {whose} side",
+            culprit=culprit,
+            peer=self._meter.peer,
+        )
 
     def _check(self, message: Message, buffer: torch.Tensor) -> None:
         numbers = range(message.first, message.end)
@@ -158,10 +162,11 @@ class _Receiving:
         pending = self._link.recv(buffer, self._meter.peer, self._tags.of(seal))
 
         def done() -> None:
-            expected, changed = decode_seal(head(buffer, seal.nbytes))
-            self._arrival.changed = self._arrival.changed or changed
+            opened = decode_seal(head(buffer, seal.nbytes))
+            self._go_on_unless(opened.culprit)
+            self._arrival.changed = self._arrival.changed or opened.changed
             if self._checks:
-                for number, digest in zip(range(seal.first, seal.end), expected, strict=True):
+                for number, digest in zip(range(seal.first, seal.end), opened.digests, strict=True):
                     self._compare(number, self._found.pop(number), digest)
             self._hand_on(buffer, staged=False)
 

@@ -109,10 +109,8 @@ class Relay:
     def _give_up(self, place: int, window: Window) -> Steps[None]:
         culprit = self._culprit
         assert culprit is not None, "nobody gives up for no reason"
-        if self._link.sends_short:
-            rest = self._sequence[place:]
-            yield from say_farewell(self._link, self._meter.peer, rest, self._envelope, culprit, window)
-            self._meter.told = True
+        rest, peer = self._sequence[place:], self._meter.peer
+        self._meter.told = yield from say_farewell(self._link, peer, rest, self._envelope, culprit, window)
         raise PeerGaveUp("there is no more to forward", culprit=culprit, peer=self._meter.peer)
 
     def _sent(self, offer: _Offer) -> Callable[[], None]:

@@ -101,10 +101,8 @@ def _payload_steps(link: Link, peer: int, cargo: Cargo, meter: Meter, window: Wi
         try:
             buffer, staged = cargo.outgoing(link, item, staging)
         except Exception:
-            if link.sends_short:
-                rest = sequence[place:]
-                yield from say_farewell(link, peer, rest, cargo.envelope, cargo.envelope.origin, window)
-                meter.told = True
+            envelope, rest = cargo.envelope, sequence[place:]
+            meter.told = yield from say_farewell(link, peer, rest, envelope, envelope.origin, window)
             raise
         pending = link.send(buffer, peer, tags.of(item))
         window.add(pending, item.nbytes, _sent(meter, item, staging, buffer if staged else None))

@@ -17,7 +17,7 @@ from torchferry.core.protocol import (
     farewell,
 )
 from torchferry.core.report import Report
-from torchferry.core.seals import Seal, decode_seal, encode_seal
+from torchferry.core.seals import Seal, decode_seal, encode_farewell, encode_seal
 from torchferry.errors import BadManifest
 
 _NONCE = b"n" * NONCE_BYTES
@@ -45,7 +45,14 @@ def test_every_tag_is_one_that_gloo_takes() -> None:
 def test_a_seal_says_digests_and_whether_all_is_well(changed: bool) -> None:
     data = encode_seal([1, 2**64 - 1, 0], changed=changed)
     assert len(data) == Seal(0, 4, 7, last=True).nbytes
-    assert decode_seal(data) == ((1, 2**64 - 1, 0), changed)
+    assert decode_seal(data) == ((1, 2**64 - 1, 0), changed, None)
+
+
+def test_a_seal_may_be_a_farewell() -> None:
+    seal = Seal(0, 4, 7, last=True)
+    data = encode_farewell(seal, 3)
+    assert len(data) == seal.nbytes
+    assert (decode_seal(data).changed, decode_seal(data).culprit) == (False, 3)
 
 
 def test_a_farewell_belongs_to_one_transfer_and_names_a_culprit() -> None:

@@ -265,7 +265,9 @@ class _Run:
         for rank in self.targets:
             error = self.world.processes[rank].error
             if self.play.relayed and rank > dead:
-                named = error is None or f"rank {dead}" in str(error)
+                # Past the last message that a farewell fits in, it is only known who does not forward any
+                # more.
+                named = error is None or any(f"rank {r}" in str(error) for r in (dead, rank - 1))
                 assert named, f"rank {rank} does not know that it suffers from {dead}'s death: {error}"
             elif rank != dead:
                 assert error is None, f"rank {rank} suffered from {dead}'s death"
