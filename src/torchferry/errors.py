@@ -109,22 +109,23 @@ class TargetTorn(StateError):
 
     def __init__(
         self,
-        cause: FerryError,
+        cause: BaseException,
         *,
         whole: Sequence[str],
         torn: Sequence[str],
         untouched: Sequence[str],
     ) -> None:
+        known = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
         self.whole = tuple(whole)
         self.torn = tuple(torn)
         self.untouched = tuple(untouched)
         super().__init__(
             f"the local state is torn: {len(self.torn)} paths may hold a mixture of old and new "
             f"({_shown(self.torn)}), {len(self.whole)} arrived whole, {len(self.untouched)} are untouched. "
-            f"Receive again before using it. What happened: {cause.what}",
-            peer=cause.peer,
-            path=cause.path,
-            phase=cause.phase,
+            f"Receive again before using it. What happened: {known.what}",
+            peer=known.peer,
+            path=known.path,
+            phase=known.phase,
         )
 
 

@@ -71,12 +71,12 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_torn", lambda error, *_: error)
+    monkeypatch.setattr(receiving, "_say_torn", lambda *_: None)
 
 
 def torn_understated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(manifest: Any, plan: Any, *, posted: int, verified: Any) -> torn.Truth:
-        return torn.truth(manifest, plan, posted=max(posted - 3, 0), verified=verified)
+    def blind(manifest: Any, plan: Any, *, posted: int, **known: Any) -> torn.Truth:
+        return torn.truth(manifest, plan, posted=max(posted - 3, 0), **known)
 
     monkeypatch.setattr(receiving, "truth", blind)
 

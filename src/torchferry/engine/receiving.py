@@ -113,9 +113,18 @@ class _Transfer:
             self._receive_payload(envelope, plan, receiver)
         self.at_rest = True
         with phases.phase("assemble", peer):
-            state = receiver.assemble()
+            state = self._assemble(envelope, plan, receiver)
         report = Report((peer,), plan.payload_bytes, len(frame), len(plan.messages), dict(phases.seconds))
         return state, report
+
+    def _assemble(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> object:
+        try:
+            return receiver.assemble()
+        except BaseException as error:
+            if receiver.in_place:
+                # How far it got is not known, so nothing is called whole.
+                _say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble", 0.0), error))
+            raise
 
     def _receive_frame(self) -> bytes:
         meter = Meter(self._peer, "receive metadata", self._runner.now_s())
@@ -128,10 +137,11 @@ class _Transfer:
             arrival = self._run(meter, self._payload_steps(envelope, plan, receiver, meter))
             self.at_rest = True
             self._judge(arrival, envelope, plan)
-        except FerryError as error:
-            note_progress(error, meter, envelope.manifest, plan)
+        except BaseException as error:
+            if isinstance(error, FerryError):
+                note_progress(error, meter, envelope.manifest, plan)
             if receiver.in_place:
-                raise _torn(error, meter, envelope, plan) from error
+                _say_torn(error, receiver.fate(envelope, plan, meter, error))
             raise
         finally:
             receiver.ground.mark_changed()
@@ -223,6 +233,20 @@ class _Receiver:
     ground: Ground
     assemble: Callable[[], object]
     in_place: bool
+    pairs: Sequence[Pair] = ()
+
+    def fate(self, envelope: Envelope, plan: Plan, meter: Meter, error: BaseException) -> Truth:
+        """Say what a failure did to the local state."""
+        # What the sender disowns is no better for having arrived whole.
+        verified = set() if isinstance(error, PeerGaveUp) else meter.verified
+        return truth(
+            envelope.manifest,
+            plan,
+            posted=len(plan.messages) if meter.phase == "assemble" else meter.posted,
+            verified=verified,
+            scratched={pair.incoming for pair in self.landings.whole},
+            kept={pair.path for pair in self.pairs},
+        )
 
 
 def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
@@ -247,6 +271,7 @@ def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
         ground,
         lambda: _finish(prepared, target, pairs, landings, ground, terms),
         in_place=True,
+        pairs=pairs,
     )
 
 
@@ -262,17 +287,22 @@ def _finish(
     return assemble_in_place(prepared, target, pairs, strict=terms.strict)
 
 
-def _torn(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> FerryError:
-    """Say what a failure did to the local state."""
-    # What the sender disowns is no better for having arrived whole.
-    verified = set() if isinstance(error, PeerGaveUp) else meter.verified
-    fate: Truth = truth(envelope.manifest, plan, posted=meter.posted, verified=verified)
+def _say_torn(error: BaseException, fate: Truth) -> None:
+    """Say what a failure did to the local state.
+
+    Raises:
+        TargetTorn: some of it was written. What only ends the program gets that as a note, and is left to it.
+    """
     if not fate.torn and not fate.whole:
-        error.what += "; nothing was overwritten"
-        return error
+        if isinstance(error, FerryError):
+            error.what += "; nothing was overwritten"
+        return
     kind = TargetTorn
     if isinstance(error, TimeoutError):
         kind = TornAndLate
     elif isinstance(error, ConnectionError):
         kind = TornAndBroken
-    return kind(error, whole=fate.whole, torn=fate.torn, untouched=fate.untouched)
+    torn = kind(error, whole=fate.whole, torn=fate.torn, untouched=fate.untouched)
+    if isinstance(error, Exception):
+        raise torn from error
+    error.add_note(torn.what)
