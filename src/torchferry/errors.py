@@ -22,6 +22,8 @@
         ├── Corrupted               bytes arrived that are not those that were sent
         ├── GroupBroken             an earlier transfer failed on this group: rebuild it
         └── SendFailed              several receivers, and not all of them got the state
+            ├── SendLate            … because the deadline passed for one      (also TimeoutError)
+            └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
 The branches say whose fault it is, because that decides what to do: mend the state, mend the peer, or
 rebuild the group. Each error carries `peer` (a rank in the group), `path` and `phase` where it has them.
@@ -257,6 +259,14 @@ class SendFailed(LinkError):
             f"(it reached: {got}):\n  " + "\n  ".join(lines),
             phase="send",
         )
+
+
+class SendLate(SendFailed, TimeoutError):
+    """The deadline passed before every receiver had the state."""
+
+
+class SendBroken(SendFailed, ConnectionError):
+    """The connection to a receiver was lost; no other was late."""
 
 
 def _shown(paths: Sequence[str], most: int = 10) -> str:

@@ -58,7 +58,7 @@ from torchferry.errors import (
     LinkStalled,
     LinkTimeout,
     PeerGaveUp,
-    SendFailed,
+    SendLate,
     StateChanged,
     StateMismatch,
     TargetTorn,
@@ -542,7 +542,7 @@ def test_a_receiver_that_refuses_leaves_nobody_hanging(
 
 @shows(
     "one of three receivers is too slow for the deadline",
-    "the others finish long before it; `SendFailed` says who got the state and who did not",
+    "the others finish long before it; `SendLate`, a `SendFailed`, says who got the state and who did not",
     rows=(21, 22),
 )
 def test_a_slow_receiver_fails_alone(quartet: Cluster) -> None:
@@ -551,7 +551,7 @@ def test_a_slow_receiver_fails_alone(quartet: Cluster) -> None:
     jobs: list[Any] = [(perform, (Part(name, ranks, "send", 2.0),)), *[(perform, (receive,))] * 3]
     jobs[2] = (perform_meddled, (receive, trickle, 0.5))
     sender, one, slow, three = values(quartet.start(jobs).outcomes())
-    assert isinstance(sender.error, SendFailed)
+    assert type(sender.error) is SendLate
     assert sender.error.delivered == (1, 3)
     assert [type(error) for error in sender.error.failed.values()] == [LinkTimeout]
     assert list(sender.error.failed) == [2]

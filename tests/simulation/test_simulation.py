@@ -29,7 +29,7 @@ def test_what_must_hold_holds_for_every_seed() -> None:
         # Every sort of ending has really been played.
         for error in ("done", "Corrupted", "BadManifest", "TargetTorn", "TornAndLate", "StateMismatch"):
             assert happened[f"receiver: {error}"] > 0
-        for error in ("done", "SendFailed", "LinkBroken", "LinkTimeout", "StateChanged"):
+        for error in ("done", "SendLate", "SendBroken", "LinkBroken", "LinkTimeout", "StateChanged"):
             assert happened[f"sender: {error}"] > 0
 
 

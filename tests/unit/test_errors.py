@@ -17,7 +17,9 @@ from torchferry.errors import (
     LinkStalled,
     LinkTimeout,
     Mismatch,
+    SendBroken,
     SendFailed,
+    SendLate,
     StateChanged,
     StateMismatch,
     StepMismatch,
@@ -73,7 +75,10 @@ def test_a_mismatch_lists_every_path_up_to_a_screenful() -> None:
         ),
         StateChanged(["a", "b"], peer=1),
         Corrupted(["a", "b"], peer=1),
-        SendFailed([1], {2: LinkBroken("gone", peer=2), 3: LinkTimeout("late", peer=3)}),
+        *(
+            cls([1], {2: LinkBroken("gone", peer=2), 3: LinkTimeout("late", peer=3)})
+            for cls in (SendFailed, SendLate, SendBroken)
+        ),
         *(
             cls(LinkBroken("gone", peer=1), whole=["a"], torn=["b"], untouched=["c"])
             for cls in (TargetTorn, TornAndLate, TornAndBroken)

@@ -25,7 +25,7 @@ from torchferry.engine.lanes import Lane, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.window import Staging, Steps, Window
-from torchferry.errors import FerryError, SendFailed, StateChanged
+from torchferry.errors import FerryError, SendBroken, SendFailed, SendLate, StateChanged
 from torchferry.links.base import Link
 
 
@@ -164,7 +164,12 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
         if len(errors) < len(failed):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
         delivered = [lane.meter.peer for lane in lanes if lane.error is None]
-        raise SendFailed(delivered, errors) from first
+        kind = SendFailed
+        if any(isinstance(error, TimeoutError) for error in errors.values()):
+            kind = SendLate
+        elif any(isinstance(error, ConnectionError) for error in errors.values()):
+            kind = SendBroken
+        raise kind(delivered, errors) from first
     if changed := cargo.changed_paths():
         raise StateChanged(changed)
 

@@ -11,6 +11,7 @@ from torchferry.core.codec import Envelope, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, payload, pull, push, receiving
+from torchferry.engine.digest import digest
 from torchferry.errors import (
     BadManifest,
     FerryError,
@@ -156,7 +157,7 @@ def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
 
 def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
     """Let something that is not ours go wrong when so many messages have arrived."""
-    digest, arrived = payload.digest, [0]
+    arrived = [0]
 
     def fail(buffer: torch.Tensor) -> int:
         arrived[0] += 1
