@@ -17,6 +17,8 @@ _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
 
+_INDICES = {"sparse": ("int64",), "compressed": ("int64", "int32")}
+"""What indices may be."""
 
 _MOST_EXPANDED = 1 << 24
 """How many indices may be made out of fewer by expanding."""
@@ -59,6 +61,9 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     if (leaf.kind == COO.name) != isinstance(leaf.traits["coalesced"], bool):
         raise ValueError("coalesced or not is a question for COO")
     for indices in specs[:-1]:
+        # Of any other dtype torch would make new ones, which are not those that arrived.
+        if indices.dtype not in _INDICES[leaf.kind]:
+            raise ValueError(f"indices of {indices.dtype}")
         # Every index is looked at when the tensor is made, and an expanded one may claim 2**60 of them.
         reach = 1 + sum((n - 1) * step for n, step in zip(indices.shape, indices.stride, strict=True))
         if prod(indices.shape) > max(reach, _MOST_EXPANDED):
