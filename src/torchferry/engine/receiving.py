@@ -17,6 +17,7 @@ from torchferry.core.codec import Envelope, decode
 from torchferry.core.compare import Pair, compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
+from torchferry.core.manifest import Manifest
 from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
@@ -107,8 +108,7 @@ class _Transfer:
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
-            prepared = prepare(envelope.manifest, self._terms.site)
-            receiver = _receiver(prepared, plan, self._terms)
+            receiver = _receiver(envelope.manifest, plan, self._terms)
         with phases.phase("receive tensors", peer):
             self._receive_payload(envelope, plan, receiver)
         self.at_rest = True
@@ -249,9 +249,9 @@ class _Receiver:
         )
 
 
-def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
-    manifest = prepared.manifest
+def _receiver(manifest: Manifest, plan: Plan, terms: Pull) -> _Receiver:
     if terms.target is None:
+        prepared = prepare(manifest, terms.site)
         memories = allocate(manifest)
         return _Receiver(
             land_fresh(plan.extents),
@@ -259,10 +259,14 @@ def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
             lambda: assemble_fresh(prepared, memories, terms.site),
             in_place=False,
         )
+    if terms.strict:
+        prepared = prepare(manifest, terms.site)
     target = describe_target(terms.target())
     pairs, mismatches = compare(manifest, target.manifest, strict=terms.strict)
     if mismatches:
         raise StateMismatch(mismatches)
+    if not terms.strict:
+        prepared = prepare(manifest, terms.site, only={pair.incoming for pair in pairs})
     tensors = tensor_pairs(manifest, target.manifest, pairs)
     landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
     ground = Ground(manifest, target.memories, target, {pair.local for pair in tensors})

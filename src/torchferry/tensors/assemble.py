@@ -6,7 +6,7 @@ only what the payload says can be wrong: sparse indices that point nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -35,8 +35,11 @@ class Prepared:
     values: dict[int, object]
 
 
-def prepare(manifest: Manifest, site: Site) -> Prepared:
+def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build what arrives, and decode all that is not payload.
+
+    With `only`, of these leaves: the others are dropped, and the tree is not theirs, so that it does not
+    matter whether they could be built.
 
     Raises:
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
@@ -45,7 +48,7 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
     seen: set[int] = set()
     for path, number in occurrences(manifest):
         # A leaf may stand in a million places, and is looked at once.
-        if number in seen:
+        if number in seen or (only is not None and number not in only):
             continue
         seen.add(number)
         leaf = manifest.leaves[number]
@@ -61,11 +64,12 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
                 check_form(kind_named(leaf.kind), leaf, specs)
         except FerryError as error:
             raise _at(path, error) from None
-    for spec in manifest.tensors:
-        # Those of no leaf are made, too.
-        check_dtype(spec)
-    for branch in manifest.branches:
-        check_branch(branch)
+    if only is None:
+        for spec in manifest.tensors:
+            # Those of no leaf are made, too.
+            check_dtype(spec)
+        for branch in manifest.branches:
+            check_branch(branch)
     return Prepared(manifest, values)
 
 
@@ -138,6 +142,9 @@ def assemble_in_place(
 
     With `strict` the tree is the incoming one. Otherwise it is the local one, in which every leaf that has
     arrived is replaced and every other is left as it was.
+
+    Raises:
+        PeerError: what was written can't be what it is said to be; names its path.
     """
     arrived: dict[object, object] = {}
     for pair in pairs:
@@ -145,7 +152,11 @@ def assemble_in_place(
         if pair.incoming in prepared.values:
             arrived[pair.path] = prepared.values[pair.incoming]
         else:
-            arrived[pair.path] = kind_named(leaf.kind).adopt(leaf, target.values[pair.local])
+            try:
+                adopt = kind_named(leaf.kind).adopt
+                arrived[pair.path] = _made(leaf.kind, adopt, leaf, target.values[pair.local])
+            except FerryError as error:
+                raise _at(pair.path, error) from None
     shape = prepared.manifest if strict else target.manifest
     values = (arrived[path] if path in arrived else target.values[leaf] for path, leaf in occurrences(shape))
     return rebuild(shape, values, build_branch)

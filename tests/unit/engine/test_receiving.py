@@ -215,3 +215,34 @@ def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
         receive(sent(STATE), target=lambda: local)
     assert raised.value.torn == ("a", "b")
     assert raised.value.phase == "assemble"
+
+
+def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    import collections
+
+    from torchferry.tensors import registry
+
+    point = collections.namedtuple("point", "x y")
+    monkeypatch.setattr(registry, "_types", {})
+    registry.register(point)
+    network = sent({**STATE, "at": point(1, torch.ones(2)), "deep": {"er": [point(2, 3)]}})
+    registry._types.clear()
+    local = torch.zeros(10)
+    state = receive(network, target=lambda: {"a": local, "mine": 5}, strict=False)
+    assert (list(state), state["mine"]) == (["a", "mine"], 5)
+    assert torch.equal(local, STATE["a"])
+    assert waiting_messages(network) == 0
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str) -> None:
+    def sparse() -> torch.Tensor:
+        tensor = torch.eye(3)
+        return tensor.to_sparse() if layout == "coo" else getattr(tensor, f"to_sparse_{layout}")()
+
+    state, local = {"good": torch.ones(3), "s": sparse()}, {"good": torch.zeros(3), "s": sparse()}
+    indices = {"coo": "_indices", "csr": "col_indices", "csc": "row_indices"}[layout]
+    getattr(state["s"], indices)().fill_(2**40)
+    with pytest.raises(TargetTorn, match=r"s: a (sparse|compressed) that can't be put together") as raised:
+        receive(sent(state), target=lambda: local)
+    assert isinstance(raised.value.__cause__, BadManifest)

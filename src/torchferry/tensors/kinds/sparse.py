@@ -74,16 +74,25 @@ def _adopt_coo(leaf: Leaf, local: Any) -> Any:
     # Not on a detached copy: whether it is coalesced is kept beside the data, once for each tensor.
     with torch.no_grad():
         local._coalesced_(leaf.traits["coalesced"])
+        torch._validate_sparse_coo_tensor_args(
+            local._indices(), local._values(), local.shape, leaf.traits["coalesced"]
+        )
     return local
 
 
 def _describe_compressed(tensor: torch.Tensor, part: Part) -> Leaf:
-    data = tensor.detach()
+    return _leaf(COMPRESSED, tensor, _members(tensor.detach()), part, None)
+
+
+def _members(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if data.layout in (torch.sparse_csr, torch.sparse_bsr):
-        members = (data.crow_indices(), data.col_indices(), data.values())
-    else:
-        members = (data.ccol_indices(), data.row_indices(), data.values())
-    return _leaf(COMPRESSED, tensor, members, part, None)
+        return data.crow_indices(), data.col_indices(), data.values()
+    return data.ccol_indices(), data.row_indices(), data.values()
+
+
+def _adopt_compressed(leaf: Leaf, local: Any) -> Any:
+    torch._validate_sparse_compressed_tensor_args(*_members(local.detach()), local.shape, local.layout)
+    return local
 
 
 def _rebuild_compressed(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
@@ -113,4 +122,6 @@ def _leaf(
 
 
 COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo, _check)
-COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, check=_check)
+COMPRESSED = Kind(
+    "compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, _adopt_compressed, _check
+)
