@@ -11,7 +11,7 @@ import pytest
 
 from torchferry.core import codec, torn, watch
 from torchferry.engine import lanes, payload, receiving, sending, window
-from torchferry.errors import BadManifest
+from torchferry.errors import BadManifest, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
@@ -120,6 +120,13 @@ def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "run_lanes", run_lanes)
 
 
+def everybody_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boast(delivered: Any, failed: Any) -> SendBroken:
+        return SendBroken([*delivered, *failed], failed)
+
+    monkeypatch.setattr(sending, "SendBroken", boast)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
     no_frame_digest,
@@ -131,6 +138,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_drain,
     no_window,
     one_failure_fails_all,
+    everybody_got_it,
 ]
 
 
