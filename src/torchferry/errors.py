@@ -22,6 +22,8 @@
         ├── Corrupted               bytes arrived that are not those that were sent
         ├── GroupBroken             an earlier transfer failed on this group: rebuild it
         └── SendFailed              several receivers, and not all of them got the state
+            ├── SendLate            … because the deadline passed for one      (also TimeoutError)
+            └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
 The branches say whose fault it is, because that decides what to do: mend the state, mend the peer, or
 rebuild the group. Each error carries `peer` (a rank in the group), `path` and `phase` where it has them.
@@ -109,22 +111,23 @@ class TargetTorn(StateError):
 
     def __init__(
         self,
-        cause: FerryError,
+        cause: BaseException,
         *,
         whole: Sequence[str],
         torn: Sequence[str],
         untouched: Sequence[str],
     ) -> None:
+        known = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
         self.whole = tuple(whole)
         self.torn = tuple(torn)
         self.untouched = tuple(untouched)
         super().__init__(
             f"the local state is torn: {len(self.torn)} paths may hold a mixture of old and new "
             f"({_shown(self.torn)}), {len(self.whole)} arrived whole, {len(self.untouched)} are untouched. "
-            f"Receive again before using it. What happened: {cause.what}",
-            peer=cause.peer,
-            path=cause.path,
-            phase=cause.phase,
+            f"Receive again before using it. What happened: {known.what}",
+            peer=known.peer,
+            path=known.path,
+            phase=known.phase,
         )
 
 
@@ -263,6 +266,14 @@ class SendFailed(LinkError):
             f"(it reached: {got}):\n  " + "\n  ".join(lines),
             phase="send",
         )
+
+
+class SendLate(SendFailed, TimeoutError):
+    """The deadline passed before every receiver had the state."""
+
+
+class SendBroken(SendFailed, ConnectionError):
+    """The connection to a receiver was lost; no other was late."""
 
 
 def _shown(paths: Sequence[str], most: int = 10) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.scene import PATHS, Sight
+from tests.faults.scene import PATHS, Boom, Sight
 from torchferry.errors import FerryError, TargetTorn
 
 POLL_S = 0.005
@@ -66,7 +66,7 @@ def unsent_bytes(pid: int) -> int:
 def assert_truthful(sight: Sight) -> None:
     """Check that what an error says of the local state is so."""
     error, fates = sight.error, sight.fates
-    assert isinstance(error, FerryError), error
+    assert isinstance(error, (FerryError, Boom)), error
     if isinstance(error, TargetTorn):
         assert sorted([*error.whole, *error.torn, *error.untouched]) == sorted(PATHS)
         assert error.whole or error.torn, "a state of which nothing was written is not torn"

@@ -57,8 +57,8 @@ def _matrix() -> Iterator[str]:
         f"Three receivers, one of them the victim: {count} cases",
         cases.ONE_OF_THREE,
         "test_a_fault_of_one_receiver_leaves_the_others_whole",
-        note="The other two finish, with the exact state. The sender raises `SendFailed`, with `delivered` "
-        "and, for the\nvictim, the error below.",
+        note="The other two finish, with the exact state. The sender raises `SendFailed`, as `SendLate` or\n"
+        "`SendBroken`, with `delivered` and, for the victim, the error below.",
     )
     count = len(cases.SENDER_OF_THREE)
     yield from _faults(

@@ -39,7 +39,7 @@ from tests.faults.scene import (
     unique_name,
 )
 from tests.support.cluster import Cluster, Job, Outcome, WorkerDied
-from torchferry.errors import FerryError, GroupBroken, SendFailed
+from torchferry.errors import FerryError, GroupBroken, SendBroken, SendFailed, SendLate, TargetTorn
 
 TIMEOUT_S = {"stop": 2.0, "cut": 3.0}
 """Where it is what ends the transfer, or a thread that gloo holds in the middle of a message; elsewhere it
@@ -187,11 +187,12 @@ def assert_victim_met_its_fate(case: Case, outcome: Outcome) -> None:
     if case.survives:
         assert sight.error is None, sight.error
     elif case.fault == "raise":
-        assert isinstance(sight.error, Boom), sight.error
+        known = sight.cause if isinstance(sight.error, TargetTorn) else sight.error
+        assert isinstance(known, Boom), sight.error
     else:
         # It wakes up when its own time is over too, or finds that it was given up.
         assert isinstance(sight.error, (TimeoutError, ConnectionError)), sight.error
-    if sight.fates and sight.error is not None and case.fault != "raise":
+    if sight.fates and sight.error is not None:
         assert_truthful(sight)
 
 
@@ -234,6 +235,7 @@ def test_a_fault_of_one_receiver_leaves_the_others_whole(
     else:
         error = sender.error
         assert isinstance(error, SendFailed)
+        assert type(error) is (SendLate if case.fault == "stop" else SendBroken)
         assert (error.delivered, list(error.failed)) == ((1, 3), [2])
         assert_told(scene, sender, error.failed[2], 2, receives=False)
         assert_over(scene, {0: sender})

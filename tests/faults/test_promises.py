@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import torchferry
 from tests.faults import scene
-from tests.faults.directing import assert_truthful, wait_for_mark, wait_until_stopped
+from tests.faults.directing import assert_truthful, wait_for_mark, wait_until_stopped, wait_until_stuck
 from tests.faults.promised import shows
 from tests.faults.scene import (
     FRAME,
@@ -58,7 +58,7 @@ from torchferry.errors import (
     LinkStalled,
     LinkTimeout,
     PeerGaveUp,
-    SendFailed,
+    SendLate,
     StateChanged,
     StateMismatch,
     TargetTorn,
@@ -366,7 +366,14 @@ def test_a_length_that_can_t_be_is_refused(nbytes: int, trio: Cluster) -> None:
 # The sender's own state
 
 
-def change_at(place: int, layer: int) -> Meddle:
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "by_torch": lambda tensor: tensor.add_(1),
+    "by_data": lambda tensor: tensor.data.add_(1),
+    "by_numpy": lambda tensor: tensor.numpy().__iadd__(1),
+}
+
+
+def change_at(place: int, layer: int, how: str = "by_torch") -> Meddle:
     """Let another thread change a layer just before a message is sent."""
 
     def meddle(at: int, buffer: torch.Tensor, post: Post, before: list[Settled]) -> Any:
@@ -374,7 +381,7 @@ def change_at(place: int, layer: int) -> Meddle:
             for earlier in before:
                 earlier.wait(FAR_S)
             tensor = scene.now().source["model"][f"layer{layer}"]
-            other = threading.Thread(target=lambda: tensor.add_(1))
+            other = threading.Thread(target=CHANGES[how], args=(tensor,))
             other.start()
             other.join()
         return post(buffer, 0)
@@ -400,6 +407,21 @@ def test_a_state_that_changes_during_the_send_is_refused(layer_bytes: int, layer
     else:
         assert isinstance(receiver.error, TargetTorn)
         assert isinstance(receiver.cause, (Corrupted, PeerGaveUp))
+
+
+@shows(
+    "the same behind torch's back, through `.data` or an ndarray over its memory",
+    "the same, for changes that reach an end of one of the messages that carry the tensor",
+    rows=(26,),
+)
+@pytest.mark.parametrize("layer", [1, 4, 6], ids=["sent_before", "being_sent", "sent_after"])
+@pytest.mark.parametrize("how", ["by_data", "by_numpy"])
+def test_a_change_behind_torch_s_back_is_noticed(how: str, layer: int, trio: Cluster) -> None:
+    changes = change_at, message(4), layer, how
+    sender, receiver = perform_both(trio, *parts(), *changes)
+    assert isinstance(sender.error, StateChanged)
+    assert sender.error.paths == (PATHS[layer],)
+    assert isinstance(receiver.error, TargetTorn)
 
 
 def perform_with_a_bad_read(rank: int, part: Part, number: int) -> Sight:
@@ -542,7 +564,7 @@ def test_a_receiver_that_refuses_leaves_nobody_hanging(
 
 @shows(
     "one of three receivers is too slow for the deadline",
-    "the others finish long before it; `SendFailed` says who got the state and who did not",
+    "the others finish long before it; `SendLate`, a `SendFailed`, says who got the state and who did not",
     rows=(21, 22),
 )
 def test_a_slow_receiver_fails_alone(quartet: Cluster) -> None:
@@ -551,7 +573,7 @@ def test_a_slow_receiver_fails_alone(quartet: Cluster) -> None:
     jobs: list[Any] = [(perform, (Part(name, ranks, "send", 2.0),)), *[(perform, (receive,))] * 3]
     jobs[2] = (perform_meddled, (receive, trickle, 0.5))
     sender, one, slow, three = values(quartet.start(jobs).outcomes())
-    assert isinstance(sender.error, SendFailed)
+    assert type(sender.error) is SendLate
     assert sender.error.delivered == (1, 3)
     assert [type(error) for error in sender.error.failed.values()] == [LinkTimeout]
     assert list(sender.error.failed) == [2]
@@ -604,9 +626,19 @@ ROUNDS = 10
 OWN_TAGS = range(8)
 
 
-def transfer_in_threads(rank: int, part: Part, rounds: int, *, beside: bool) -> list[str]:
+class Wrapper:
+    """A group of another library's, with one of torch's inside."""
+
+    def __init__(self, inside: Any) -> None:
+        self.rank, self.size = inside.rank, inside.size
+        self.send, self.recv = inside.send, inside.recv
+
+
+def transfer_in_threads(rank: int, part: Part, rounds: int, how: str) -> list[str]:
     """Send, or receive, two states at once from two threads; if asked, beside messages of one's own."""
-    group = new_group(rank, part.ranks, part.name)
+    group: Any = new_group(rank, part.ranks, part.name)
+    if how == "wrapped":
+        group = Wrapper(group)
     found: list[str] = []
 
     def send(seed: int) -> None:
@@ -643,7 +675,7 @@ def transfer_in_threads(rank: int, part: Part, rounds: int, *, beside: bool) -> 
             errors.append(error)
 
     work = [(send if part.way == "send" else receive, seed) for seed in (0, 1)]
-    if beside:
+    if how == "beside_own_messages":
         work.append((chat, 0))
     threads = [threading.Thread(target=guarded, args=each) for each in work]
     for thread in threads:
@@ -654,22 +686,19 @@ def transfer_in_threads(rank: int, part: Part, rounds: int, *, beside: bool) -> 
 
 
 @shows(
-    "two transfers at once between the same ranks, from two threads; and beside the user's own messages",
+    "two transfers at once between the same ranks, from two threads, each with its own transport; beside the "
+    "user's own messages; on a group that wraps another",
     "each arrives exact; nothing is mistaken, nobody aborts",
     rows=(24,),
 )
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside_own_messages"])
-def test_transfers_at_once_are_not_mistaken_for_one_another(beside: bool, trio: Cluster) -> None:
+@pytest.mark.parametrize("how", ["alone", "beside_own_messages", "wrapped"])
+def test_transfers_at_once_are_not_mistaken_for_one_another(how: str, trio: Cluster) -> None:
     send, receive = parts()
-    jobs = [(transfer_threads_job, (part, beside)) for part in (send, receive)]
+    jobs = [(transfer_in_threads, (part, ROUNDS, how)) for part in (send, receive)]
     sent, received, _ = values(trio.start([*jobs, None]).outcomes())
     assert sent == []
-    own = ["own exact"] * (ROUNDS * len(OWN_TAGS)) if beside else []
+    own = ["own exact"] * (ROUNDS * len(OWN_TAGS)) if how == "beside_own_messages" else []
     assert received == ["0 exact"] * ROUNDS + ["1 exact"] * ROUNDS + own
-
-
-def transfer_threads_job(rank: int, part: Part, beside: bool) -> list[str]:
-    return transfer_in_threads(rank, part, ROUNDS, beside=beside)
 
 
 def send_and_receive_at_once(rank: int, part: Part) -> str:
@@ -728,8 +757,9 @@ def wait_for_ctrl_c(rank: int, part: Part, mark: str) -> tuple[str, float]:
         with meddled("send" if part.way == "send" else "recv", meddle):
             sight = perform(rank, part)
         return repr(sight.error), sight.ended_s
-    except KeyboardInterrupt:
-        return "KeyboardInterrupt", time.monotonic()
+    except KeyboardInterrupt as interrupt:
+        ended_s = time.monotonic()
+        return " ".join(["KeyboardInterrupt", *getattr(interrupt, "__notes__", ())]), ended_s
     finally:
         signal.signal(signal.SIGINT, was)
 
@@ -756,3 +786,39 @@ def test_ctrl_c_ends_a_wait_for_a_silent_peer(way: str, trio: Cluster, tmp_path:
     after = values(trio.start(jobs).outcomes())[waits]
     assert isinstance(after.error, GroupBroken)
     assert after.lanes_gone_s is not None
+
+
+@shows(
+    "Ctrl-C in the middle of a message, with a peer that has stopped",
+    "`KeyboardInterrupt` within 1 s, although gloo still holds the message; a receiver in place is told in a "
+    "note to it what became of its state",
+)
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_ctrl_c_ends_a_wait_in_the_middle_of_a_message(way: str, trio: Cluster, tmp_path: Path) -> None:
+    send, receive = parts(narrow=True)
+    # A message is cut by letting its receiver stop in it; then it is the sender that stops.
+    cut = Fault("cut", message(4), str(tmp_path / "fault"))
+    waits = 0 if way == "send" else 1
+    pending = trio.start(
+        [
+            (wait_for_ctrl_c, (send, str(tmp_path / "posted"))),
+            (wait_for_ctrl_c, (dataclasses.replace(receive, fault=cut), str(tmp_path / "asked"))),
+            None,
+        ]
+    )
+    wait_for_mark(tmp_path / "fault")
+    wait_until_stopped(trio.pids[1])
+    wait_until_stuck(trio.pids[0])
+    if way == "receive":
+        trio.kill(0, signal.SIGSTOP)
+        wait_until_stopped(trio.pids[0])
+        trio.kill(1, signal.SIGCONT)
+        time.sleep(LATE_S)
+    pressed_s = time.monotonic()
+    os.kill(trio.pids[waits], signal.SIGINT)
+    time.sleep(PROMPT_S)
+    trio.kill(1 - waits, signal.SIGCONT)
+    ending, ended_s = values(pending.outcomes())[waits]
+    assert ending.startswith("KeyboardInterrupt")
+    assert ended_s - pressed_s < PROMPT_S
+    assert way == "send" or "the local state is torn" in ending

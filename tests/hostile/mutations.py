@@ -1,14 +1,16 @@
 """Frames that are almost right: valid ones, changed in ways that reach the decoder and what comes after it.
 
 A flipped bit alone would never get past the digest in the preamble. So every mutation works on the body, and
-the digest is made to fit again.
+the digest is made to fit again. Nor would a number in the place of a name get past the types, or a tensor too
+many past the storages. So most changes keep the type of what they change, and most frames are mended
+afterwards (`mending`): what is still wrong with them is then what the deeper checks are for.
 """
 
 from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.hostile.attacks import kinds, values
 from tests.hostile.attacks.base import framed
+from tests.hostile.mending import ROLES, mend
 from torchferry.core.codec import Envelope, encode
 from torchferry.tensors.describe import describe
 
@@ -79,6 +82,14 @@ _NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2
 
 _TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "shard")
 
+_CODES = (1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
+
+
+@cache
+def _decoded(body: bytes) -> Any:
+    """Decode a body once for all seeds. Nobody writes to it: what is changed is made anew."""
+    return msgspec.msgpack.decode(body)
+
 
 class Mutator:
     """Makes frames out of a corpus, by a seed."""
@@ -86,23 +97,22 @@ class Mutator:
     def __init__(self, bodies: list[bytes], seed: int) -> None:
         self._bodies = bodies
         self._rng = random.Random(seed)
-        # Bytes changed at random rarely get past MessagePack, so most changes are made in what it encodes.
-        self._ways: list[Callable[[bytes], bytes]] = [
-            self._flip,
-            self._overwrite,
-            self._splice,
-            self._cut,
-            self._double,
-            *[self._edit] * 12,
-            *[self._generate] * 3,
-        ]
+        self._trees = [_decoded(body) for body in bodies]
+        self._damage = [self._flip, self._overwrite, self._splice, self._cut, self._double]
 
     def next(self) -> bytes:
         """Give a frame whose digest is right."""
-        body = self._rng.choice(self._bodies)
-        for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
-            body = self._rng.choice(self._ways)(body)
-        return framed(body)
+        rng = self._rng
+        number = rng.randrange(len(self._bodies))
+        if rng.random() < 0.1:
+            # Bytes changed at random rarely get past MessagePack.
+            return framed(rng.choice(self._damage)(self._bodies[number]))
+        tree = self._generated() if rng.random() < 0.15 else self._trees[number]
+        for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
+            tree = self._grafted(tree) if rng.random() < 0.3 else self._edited(tree)
+        if rng.random() < 0.8:
+            tree = mend(tree)
+        return framed(msgspec.msgpack.encode(tree))
 
     def _flip(self, body: bytes) -> bytes:
         changed = bytearray(body or b"\x00")
@@ -129,44 +139,71 @@ class Mutator:
         piece = body[start : start + self._rng.randrange(1, 20)]
         return body[:start] + piece * self._rng.choice((2, 2, 50)) + body[start:]
 
-    def _edit(self, body: bytes) -> bytes:
-        """Change one value somewhere in the decoded tree, and encode it again."""
+    def _grafted(self, tree: Any) -> Any:
+        """Put a branch, leaf, tensor or storage of another frame in, or one of this frame once more."""
+        rng = self._rng
+        other = rng.choice([tree, *self._trees])
+        role = rng.choice(ROLES)
         try:
-            tree = msgspec.msgpack.decode(body)
-            return msgspec.msgpack.encode(self._edited(tree))
-        except (msgspec.DecodeError, RecursionError, UnicodeError, TypeError, OverflowError, ValueError):
-            return self._flip(body)
+            manifest, pieces = list(tree[0]), list(tree[0][role])
+            piece = rng.choice(other[0][role])
+            at = rng.randrange(len(pieces) + 1)
+            pieces[at : at + rng.randrange(2)] = [piece] * rng.choice((1, 1, 1, 2, 20))
+            manifest[role] = pieces
+            return [manifest, *tree[1:]]
+        except (LookupError, TypeError):
+            return tree
 
     def _edited(self, node: Any) -> Any:
+        """Change one value somewhere in a decoded tree, rather further down than here."""
         rng = self._rng
-        if isinstance(node, list) and node and rng.random() < 0.9:
-            # Rather further down than here: most of what can be wrong is at the bottom.
-            inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict, Ext))]
-            at = rng.choice(inner) if inner and rng.random() < 0.7 else rng.randrange(len(node))
-            if rng.random() < 0.1:
-                return rng.choice(
-                    (node[:at], node[:at] + node[at:] + node[at:], node[::-1], [*node, node[at]])
-                )
+        if isinstance(node, list) and node and rng.random() < 0.95:
+            inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict, Ext)) and item]
+            at = rng.choice(inner) if inner and rng.random() < 0.8 else rng.randrange(len(node))
+            # A list that begins with a name is a record; others may be of any length.
+            if not inner and not isinstance(node[0], str) and rng.random() < 0.2:
+                return rng.choice((node[:at], node[:at] + node, node[::-1], [*node, node[at]]))
             return [*node[:at], self._edited(node[at]), *node[at + 1 :]]
-        if isinstance(node, dict) and node and rng.random() < 0.9:
+        if isinstance(node, dict) and node and rng.random() < 0.95:
             key = rng.choice(list(node))
-            if rng.random() < 0.2:
+            if rng.random() < 0.05:
                 return {k: v for k, v in node.items() if k != key}
             return {**node, key: self._edited(node[key])}
-        if isinstance(node, Ext) and rng.random() < 0.9:
-            if rng.random() < 0.2:
-                return Ext(rng.choice((1, 2, 3, 4, 16, 17, 18, 19, 20, 32, 33, 40, 41, 99)), node.data)
-            return Ext(node.code, self._edit(bytes(node.data)))
-        if isinstance(node, bool) and rng.random() < 0.9:
-            return not node
-        if isinstance(node, int) and rng.random() < 0.95:
-            wanted = rng.choice((node + 1, node - 1, node * 2, node * 4, -node, ~node, rng.choice(_NUMBERS)))
-            return min(max(wanted if rng.random() < 0.3 else abs(wanted), -(2**63)), 2**64 - 1)
-        if isinstance(node, str) and rng.random() < 0.95:
-            return rng.choice((*_TEXTS, node + "x", node[:-1]))
-        return self._value(2)
+        if isinstance(node, Ext) and rng.random() < 0.95:
+            return self._edited_extension(node)
+        return self._value(2) if rng.random() < 0.02 else self._like(node)
 
-    def _generate(self, body: bytes) -> bytes:
+    def _edited_extension(self, node: Ext) -> Ext:
+        if self._rng.random() < 0.2:
+            return Ext(self._rng.choice((*_CODES, 99)), node.data)
+        try:
+            inside = msgspec.msgpack.decode(node.data)
+            return Ext(node.code, msgspec.msgpack.encode(self._edited(inside)))
+        except (msgspec.DecodeError, RecursionError, UnicodeError, TypeError):
+            return Ext(node.code, self._flip(bytes(node.data)))
+
+    def _like(self, node: Any) -> Any:
+        """Give another value of the same type: one beside it, or one at some boundary."""
+        rng = self._rng
+        if isinstance(node, bool):
+            return not node
+        if isinstance(node, int):
+            near = rng.choice((node + 1, node - 1, node * 2, node * 4, ~node))
+            wanted = near if rng.random() < 0.7 else rng.choice(_NUMBERS)
+            if rng.random() < 0.9:
+                return min(abs(wanted), 2**63 - 1)
+            return min(max(wanted, -(2**63)), 2**64 - 1)
+        if isinstance(node, float):
+            return rng.choice((0.0, -0.0, 1.5, 1e308, float("nan"), float("inf")))
+        if isinstance(node, str):
+            return rng.choice((*_TEXTS, node + "x", node[:-1], node * 30))
+        if isinstance(node, bytes):
+            return rng.choice((b"", node[:-1], node + b"\0", node[::-1], self._flip(node)))
+        if isinstance(node, list):
+            return rng.choice((node, [], [rng.choice(_NUMBERS)], [self._value(1)]))
+        return rng.choice((node, self._value(2)))
+
+    def _generated(self) -> Any:
         """Make an envelope of the right form out of anything."""
         rng = self._rng
         count = rng.randrange(1, 5)
@@ -184,9 +221,7 @@ class Mutator:
         kind = rng.choice(("list", "tuple", "dict", "odict", "deque", "counter", "defaultdict", "namedtuple"))
         storages = [rng.choice((64, 4096, 1 << 20, 2**40, 2**63 - 1)) for _ in range(rng.randrange(1, 3))]
         manifest = [-1, [[kind, list(range(count)), keys, self._value(1)]], leaves, tensors, storages]
-        return msgspec.msgpack.encode(
-            [manifest, rng.choice((16, 64, 1 << 20)), None, 0, b"", None, rng.random() < 0.5]
-        )
+        return [manifest, rng.choice((16, 64, 1 << 20)), None, 0, b"", None, rng.random() < 0.5]
 
     def _tensor(self) -> list[object]:
         rng = self._rng
@@ -231,6 +266,4 @@ class Mutator:
             names = ("size", "layout", "grad", "coalesced", "shape", "mesh", "dtype", "fields")
             return {rng.choice(names): self._value(depth - 1) for _ in range(rng.randrange(4))}
         payload = msgspec.msgpack.encode(self._value(depth - 1))
-        return Ext(
-            rng.choice((1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)), payload
-        )
+        return Ext(rng.choice(_CODES), payload)

@@ -17,14 +17,8 @@ from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.states import Recipe, build
 from torchferry.core.boxes import boxes, items_below
 from torchferry.core.codec import MAGIC, Envelope, decode, encode
-from torchferry.core.extents import (
-    Extent,
-    extents_of,
-    footprint,
-    nested_dims,
-    overlaps_itself,
-    split,
-)
+from torchferry.core.extents import Extent, extents_of, footprint, overlaps_itself, split
+from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES, make_plan
 from torchferry.errors import BadManifest

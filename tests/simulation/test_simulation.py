@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from torchferry.core import codec, torn, watch
-from torchferry.engine import lanes, payload, receiving, sending, window
-from torchferry.errors import BadManifest
+from torchferry.engine import destination, lanes, payload, receiving, sending, window
+from torchferry.errors import BadManifest, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
@@ -29,7 +29,7 @@ def test_what_must_hold_holds_for_every_seed() -> None:
         # Every sort of ending has really been played.
         for error in ("done", "Corrupted", "BadManifest", "TargetTorn", "TornAndLate", "StateMismatch"):
             assert happened[f"receiver: {error}"] > 0
-        for error in ("done", "SendFailed", "LinkBroken", "LinkTimeout", "StateChanged"):
+        for error in ("done", "SendLate", "SendBroken", "LinkBroken", "LinkTimeout", "StateChanged"):
             assert happened[f"sender: {error}"] > 0
 
 
@@ -71,14 +71,14 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "_torn", lambda error, *_: error)
+    monkeypatch.setattr(receiving, "say_torn", lambda *_: None)
 
 
 def torn_understated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(manifest: Any, plan: Any, *, posted: int, verified: Any) -> torn.Truth:
-        return torn.truth(manifest, plan, posted=max(posted - 3, 0), verified=verified)
+    def blind(manifest: Any, plan: Any, *, posted: int, **known: Any) -> torn.Truth:
+        return torn.truth(manifest, plan, posted=max(posted - 3, 0), **known)
 
-    monkeypatch.setattr(receiving, "truth", blind)
+    monkeypatch.setattr(destination, "truth", blind)
 
 
 def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +120,13 @@ def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "run_lanes", run_lanes)
 
 
+def everybody_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def boast(delivered: Any, failed: Any) -> SendBroken:
+        return SendBroken([*delivered, *failed], failed)
+
+    monkeypatch.setattr(sending, "SendBroken", boast)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
     no_frame_digest,
@@ -131,6 +138,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_drain,
     no_window,
     one_failure_fails_all,
+    everybody_got_it,
 ]
 
 

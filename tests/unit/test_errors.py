@@ -10,12 +10,22 @@ import torchferry
 from torchferry import errors
 from torchferry.errors import (
     BadArgument,
+    Corrupted,
     FerryError,
+    GroupBroken,
     LinkBroken,
+    LinkStalled,
     LinkTimeout,
     Mismatch,
+    SendBroken,
+    SendFailed,
+    SendLate,
+    StateChanged,
     StateMismatch,
     StepMismatch,
+    TargetTorn,
+    TornAndBroken,
+    TornAndLate,
     Unsendable,
 )
 
@@ -59,13 +69,28 @@ def test_a_mismatch_lists_every_path_up_to_a_screenful() -> None:
         StateMismatch([Mismatch("a", "dtype", "x", "y")], peer=2),
         StepMismatch(wanted=3, got=None, peer=1),
         LinkTimeout("late", peer=0),
+        *(
+            cls("gone", peer=1, path="a", phase="send tensors")
+            for cls in (LinkBroken, GroupBroken, LinkStalled)
+        ),
+        StateChanged(["a", "b"], peer=1),
+        Corrupted(["a", "b"], peer=1),
+        *(
+            cls([1], {2: LinkBroken("gone", peer=2), 3: LinkTimeout("late", peer=3)})
+            for cls in (SendFailed, SendLate, SendBroken)
+        ),
+        *(
+            cls(LinkBroken("gone", peer=1), whole=["a"], torn=["b"], untouched=["c"])
+            for cls in (TargetTorn, TornAndLate, TornAndBroken)
+        ),
     ],
+    ids=lambda error: type(error).__name__,
 )
 def test_an_error_crosses_process_boundaries_whole(error: FerryError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
-    assert vars(copy) == vars(error)
+    assert repr(vars(copy)) == repr(vars(error))
 
 
 def test_a_step_mismatch_names_both_steps() -> None:

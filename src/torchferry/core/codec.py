@@ -21,7 +21,8 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder, Ext
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.extents import ITEM_BYTES, figure_of
+from torchferry.core.extents import ITEM_BYTES
+from torchferry.core.figures import figure_of
 from torchferry.core.manifest import MAX_DIMS, Branch, Count, Manifest, Special, TensorSpec, Value
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.protocol import NONCE_BYTES
@@ -208,11 +209,11 @@ def _check_branch(index: int, branch: Branch) -> None:
         return
     if len(branch.keys) != len(branch.children):
         raise BadManifest(f"branch {index} has {len(branch.keys)} keys for {len(branch.children)}")
-    try:
-        distinct = len(set(branch.keys))
-    except TypeError:
-        raise BadManifest(f"branch {index} has a key that can't be one") from None
-    if distinct != len(branch.keys):
+    if any(isinstance(key, (list, dict)) for key in branch.keys):
+        raise BadManifest(f"branch {index} has a key that can't be one")
+    # Packed, for a peer can choose numbers that a set takes minutes over, but not bytes. NaN is never twice.
+    packed = [key if type(key) is str else pack(key) for key in branch.keys if key == key]
+    if len(set(packed)) != len(packed):
         raise BadManifest(f"branch {index} has the same key twice")
 
 

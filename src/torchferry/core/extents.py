@@ -16,11 +16,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from math import prod
 
 from msgspec import Struct
 
+from torchferry.core.figures import Repeats, figure_of, levels
 from torchferry.core.manifest import TensorSpec
 
 MAX_RUNS = 1 << 20
@@ -32,7 +32,6 @@ ITEM_BYTES = 16
 never goes through one."""
 
 Run = tuple[int, int]
-Repeats = tuple[tuple[int, int], ...]
 
 
 class TooIntricate(ValueError):
@@ -81,47 +80,6 @@ class Extent(Struct, frozen=True, gc=False):
         return self.offset + self.run_bytes + sum((n - 1) * step for n, step in self.repeats)
 
 
-class Figure(Struct, frozen=True, gc=False):
-    """What shape, strides and item size say of a tensor, wherever it lies.
-
-    `span` is the distance in bytes from its first item to the end of its last, 0 if it has none. `run_bytes`
-    and `repeats` are those of its extent; `repeats` is None if it has several, because its strides interlock.
-    """
-
-    items: int
-    span: int
-    run_bytes: int
-    repeats: Repeats | None
-
-
-@lru_cache(maxsize=4096)
-def figure(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Figure:
-    """Work out a figure. A state of thousands of tensors has a few dozen, so they are remembered."""
-    items = prod(shape)
-    if items == 0:
-        return Figure(0, 0, 0, ())
-    span = (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize
-    run = itemsize
-    repeats: list[tuple[int, int]] = []  # narrowest first
-    reach = run
-    for step, count in _levels(shape, stride, itemsize):
-        if not repeats and step <= run:
-            run += (count - 1) * step
-        elif step < reach:
-            return Figure(items, span, itemsize, None)
-        elif repeats and step == repeats[-1][0] * repeats[-1][1]:
-            repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
-        else:
-            repeats.append((count, step))
-        reach = run + sum((n - 1) * s for n, s in repeats)
-    return Figure(items, span, run, tuple(reversed(repeats)))
-
-
-def figure_of(spec: TensorSpec) -> Figure:
-    """Give the figure of a tensor."""
-    return figure(spec.shape, spec.stride, spec.itemsize)
-
-
 def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent]:
     """Give the extents that one tensor uses: one, if its strides nest; several, if they interlock.
 
@@ -139,22 +97,6 @@ def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent
     if shape.repeats is None:
         return _interlocked(spec, patience or Patience())
     return [Extent(spec.storage, spec.offset, shape.run_bytes, shape.repeats)]
-
-
-def nested_dims(spec: TensorSpec) -> list[int] | None:
-    """Give the dimensions in which the tensor steps through memory, widest stride first.
-
-    Walking them in this order visits addresses in rising order, each once. None if no order does: the
-    tensor overlaps itself other than by expanded dimensions, which are left out.
-    """
-    dims = [d for d, n in enumerate(spec.shape) if n > 1 and spec.stride[d] > 0]
-    dims.sort(key=lambda d: spec.stride[d], reverse=True)
-    inner = 1
-    for d in reversed(dims):
-        if spec.stride[d] < inner:
-            return None
-        inner += (spec.shape[d] - 1) * spec.stride[d]
-    return dims
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
@@ -238,13 +180,6 @@ def _split_run(extent: Extent, most_bytes: int) -> Iterator[Extent]:
         start = cut
 
 
-def _levels(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """List (stride in bytes, count) of the dimensions that move, narrowest first."""
-    return sorted(
-        (step * itemsize, count) for count, step in zip(shape, stride, strict=True) if count > 1 and step > 0
-    )
-
-
 def _clusters(ordered: Sequence[Extent]) -> Iterator[list[Extent]]:
     """Group extents, given by address, whose spans overlap."""
     cluster: list[Extent] = []
@@ -322,7 +257,7 @@ def _runs(extent: Extent, patience: Patience) -> list[Run]:
 def _interlocked(spec: TensorSpec, patience: Patience) -> list[Extent]:
     """List the runs of a tensor whose strides do not nest, and find the regular patterns in them."""
     runs: list[Run] = [(spec.offset, spec.offset + spec.itemsize)]
-    for step, count in _levels(spec.shape, spec.stride, spec.itemsize):
+    for step, count in levels(spec.shape, spec.stride, spec.itemsize):
         patience.spend(len(runs) * count)
         runs = _merge_runs(
             [(a + i * step, b + i * step) for i in range(count) for a, b in runs], touching=True

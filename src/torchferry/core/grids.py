@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import product
 from math import gcd
 
-from torchferry.core.extents import nested_dims
+from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import TensorSpec
 
 MAX_STEPS = 12

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from torchferry.core.compare import TensorPair, same_layout
-from torchferry.core.extents import Extent, Patience, TooIntricate, footprint, nested_dims, union
+from torchferry.core.extents import Extent, Patience, TooIntricate, footprint, union
+from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import Manifest
 from torchferry.errors import BadManifest
 

@@ -42,6 +42,9 @@ PACKED_BYTES = 1 << 20
 """Packed messages are up to this long: they are filled and emptied in the cache of one core."""
 
 
+SAMPLE_BYTES = 4 << 10
+"""What is read again at each end of a message, to find out whether it was changed: next to nothing."""
+
 SEAL_MESSAGES = 16
 """Messages between seals: often enough to find damage early, seldom enough to cost nothing."""
 
@@ -123,6 +126,16 @@ def make_plan(
     plan.list_packed()
     plan.list_others()
     return Plan(tuple(extents), tuple(plan.chunks), tuple(plan.messages), sum(sizes), pack_bytes)
+
+
+def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
+    """Give the first few bytes of one piece, and the last few of another.
+
+    >>> [(sample.offset, sample.run_bytes) for sample in samples_of(Extent(0, 0, 8), Extent(0, 8, 10_000))]
+    [(0, 8), (5912, 4096)]
+    """
+    head, tail = min(first.run_bytes, SAMPLE_BYTES), min(last.run_bytes, SAMPLE_BYTES)
+    return Extent(first.storage, first.offset, head), Extent(last.storage, last.end - tail, tail)
 
 
 class _Listing:

@@ -9,7 +9,7 @@ from torchferry.core.extents import Extent, TooIntricate
 from torchferry.core.landing import users_of
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Plan
-from torchferry.core.tree import format_path, occurrences
+from torchferry.core.tree import Path, format_path, occurrences
 
 
 class Truth(NamedTuple):
@@ -20,11 +20,20 @@ class Truth(NamedTuple):
     untouched: tuple[str, ...]
 
 
-def truth(manifest: Manifest, plan: Plan, *, posted: int, verified: Collection[int]) -> Truth:
-    """Say what a failed transfer did to each path.
+def truth(
+    manifest: Manifest,
+    plan: Plan,
+    *,
+    posted: int,
+    verified: Collection[int],
+    scratched: Collection[int],
+    kept: Collection[Path] | None = None,
+) -> Truth:
+    """Say what a failed transfer did to each path that both sides have: those in `kept`.
 
     `posted` counts the chunks, from the first, whose memory may have been written to; `verified` has the
-    numbers of those that arrived and were found right.
+    numbers of those that arrived and were found right. The tensors in `scratched` are only copied to their
+    places when all is there, so they are not whole for having arrived. `kept` is None if it is all of them.
     """
     fates: dict[int, set[str]] = {}
     users = users_of(plan.extents, manifest)
@@ -32,11 +41,12 @@ def truth(manifest: Manifest, plan: Plan, *, posted: int, verified: Collection[i
         fate = "torn" if number < posted else "untouched"
         fate = "whole" if number in verified else fate
         for tensor in users[chunk.extent]:
-            fates.setdefault(tensor, set()).add(fate)
+            late = fate == "whole" and tensor in scratched
+            fates.setdefault(tensor, set()).add("torn" if late else fate)
     found: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
     for path, number in occurrences(manifest):
         parts = manifest.leaves[number].parts
-        if not parts:
+        if not parts or (kept is not None and path not in kept):
             continue
         seen = set().union(*(fates.get(part, {"whole"}) for part in parts))
         found[seen.pop() if len(seen) == 1 else "torn"].append(format_path(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
@@ -17,10 +17,12 @@ from torchferry.core.plan import (
     PACK_FROM,
     RELAY_CHUNK_BYTES,
     WINDOW_BYTES,
+    Chunk,
     Message,
     Plan,
     TooManyMessages,
     make_plan,
+    samples_of,
 )
 from torchferry.core.protocol import AHEAD_BYTES, NONCE_BYTES
 from torchferry.core.routes import Route, chain, relays
@@ -70,6 +72,7 @@ class Cargo:
     verify: bool
     window_bytes: int
     digests: list[int | None]
+    samples: list[list[int]] = field(default_factory=list)
 
     def frame(self, peer: int) -> bytes:
         """Encode the frame that one peer is sent."""
@@ -99,21 +102,50 @@ class Cargo:
             self.digests[message.first : message.end] = found
         return buffer, staged
 
-    def has_changed(self) -> bool:
-        """Say whether torch has written to the state since it was described."""
-        return bool(self.source.changed_tensors())
+    def take_samples(self) -> None:
+        """Remember a few bytes of every message, to find out later whether they were changed."""
+        self.samples = [self._sample(message) for message in self.plan.messages]
+
+    def _sample(self, message: Message) -> list[int]:
+        """Hash a few bytes at both ends of a message, where they lie; nothing if they are gone."""
+        ends = samples_of(self.plan.chunks[message.first].piece, self.plan.chunks[message.end - 1].piece)
+        try:
+            return [digests(run_of(self.source.memories[e.storage], e), [e.run_bytes])[0] for e in ends]
+        except RuntimeError:
+            return []
+
+    def changed_extents(self) -> set[int]:
+        """List the extents that were changed since they were described, or read, as far as that can be told.
+
+        Torch counts what it writes. What goes round its counters (`.data`, an array over the same memory) is
+        looked for at both ends of every message; and what has no counter at all is read again, all of it.
+        """
+        tensors = self.source.manifest.tensors
+        storages = {tensors[number].storage for number in self.source.changed_tensors()}
+        found = {number for number, extent in enumerate(self.plan.extents) if extent.storage in storages}
+        uncounted = {tensors[number].storage for number in self.source.uncounted_tensors()}
+        for message, sample in zip(self.plan.messages, self.samples, strict=False):
+            chunks = self.plan.chunks_of(message)
+            if sample != self._sample(message):
+                found.update((chunks[0].extent, chunks[-1].extent))
+            if uncounted and self.digests[message.first] is not None:
+                known = self.digests[message.first : message.end]
+                found.update(
+                    chunk.extent
+                    for chunk, digest in zip(chunks, known, strict=True)
+                    if chunk.piece.storage in uncounted and self._read(chunk) != digest
+                )
+        return found
+
+    def _read(self, chunk: Chunk) -> int:
+        buffer = torch.empty(chunk.nbytes, dtype=torch.uint8)
+        gather([(self.source.memories[chunk.piece.storage], chunk.piece)], buffer)
+        return digests(buffer, [chunk.nbytes])[0]
 
     def changed_paths(self) -> list[str]:
-        """Name the leaves that were changed since the state was described, as far as torch tells."""
-        changed = self.source.changed_tensors()
-        if not changed:
-            return []
-        extents = {
-            number
-            for number, extent in enumerate(self.plan.extents)
-            if extent.storage in {self.source.manifest.tensors[n].storage for n in changed}
-        }
-        return paths_of(self.source.manifest, self.plan.extents, extents)
+        """Name the leaves that were changed since the state was described, as far as that can be told."""
+        changed = self.changed_extents()
+        return paths_of(self.source.manifest, self.plan.extents, changed) if changed else []
 
 
 def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group) -> Cargo:
@@ -144,6 +176,8 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         max(terms.window_bytes // lanes, 1),
         [None] * len(plan.chunks),
     )
+    if terms.verify and not ahead:
+        cargo.take_samples()
     if ahead:
         staging = Staging(link.device)
         for message in plan.messages:

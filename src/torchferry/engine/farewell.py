@@ -9,7 +9,7 @@ import torch
 from torchferry.core.codec import Envelope
 from torchferry.core.plan import Message
 from torchferry.core.protocol import FAREWELL_BYTES, Tags, farewell
-from torchferry.core.seals import Seal
+from torchferry.core.seals import Seal, encode_farewell
 from torchferry.engine.window import Steps, Window
 from torchferry.links.base import Link
 
@@ -19,9 +19,9 @@ def say_farewell(
 ) -> Steps[bool]:
     """Tell a receiver, in the place of what it expects next, that no more will come; say whether it was told.
 
-    `rest` is what it still expects. What is too short for the word is sent, in the length that is expected and
-    with nothing in it, so that the receiver gets as far as the word; but not if there is no place for it at
-    all, for then that would pass for the state.
+    `rest` is what it still expects. What is too short for the word is sent, in the length that is expected
+    and with nothing in it, so that the receiver gets as far as the word; but not if there is no place for
+    it at all, for then that would pass for the state.
     """
     place = next((place for place, item in enumerate(rest) if _has_room(item)), None)
     if place is None or not link.sends_short:

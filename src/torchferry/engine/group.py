@@ -75,10 +75,13 @@ _groups: weakref.WeakKeyDictionary[object, Group] = weakref.WeakKeyDictionary()
 _groups_lock = threading.Lock()
 
 
-def group_of(key: object) -> Group:
-    """Give what is known of a process group; something that can't be remembered is new every time."""
+def group_of(key: object, *, lasting: bool = True) -> Group:
+    """Give what is known of a process group; something that can't be remembered is new every time.
+
+    One for all transports on that group, or two of them would give their messages the same tags.
+    """
     try:
         with _groups_lock:
-            return _groups.setdefault(key, Group())
+            return _groups.setdefault(key, Group(lasting=lasting))
     except TypeError:
-        return Group()
+        return Group(lasting=lasting)

@@ -8,7 +8,7 @@ breaks the link off: that, too, tells the sender.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from torchferry.core.codec import Envelope, decode
-from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
-from torchferry.core.landing import Landing, Landings, land_alike, land_in_place
-from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES, Plan, TooManyMessages, make_plan
+from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.routes import Route
-from torchferry.core.torn import Truth, paths_of, truth
+from torchferry.core.torn import paths_of
 from torchferry.core.watch import Rules
+from torchferry.engine.destination import Destination, Target, destination, nowhere, say_torn
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter, note_progress
@@ -33,23 +32,9 @@ from torchferry.engine.phases import Phases
 from torchferry.engine.relay import Relay
 from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
-from torchferry.errors import (
-    BadManifest,
-    Corrupted,
-    FerryError,
-    LinkError,
-    PeerGaveUp,
-    StateMismatch,
-    StepMismatch,
-    TargetTorn,
-    TornAndBroken,
-    TornAndLate,
-)
+from torchferry.errors import BadManifest, Corrupted, FerryError, LinkError, PeerGaveUp, StepMismatch
 from torchferry.links.base import Link
-from torchferry.tensors.assemble import Prepared, allocate, assemble_fresh, assemble_in_place, prepare
-from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import Site
-from torchferry.tensors.landing import Ground
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +84,10 @@ def pull(link: Link, peer: int, terms: Pull, group: Group | None = None) -> tupl
 
 
 class _Transfer:
-    """One receive. `at_rest` says that nothing of it is still on its way, whatever went wrong."""
+    """One receive. `at_rest` says that nothing of it is on its way, or not any more, whatever went wrong."""
 
     def __init__(self, link: Link, peer: int, terms: Pull, group: Group) -> None:
-        self.at_rest = False
+        self.at_rest = True
         self._link = link
         self._peer = peer
         self._terms = terms
@@ -115,7 +100,7 @@ class _Transfer:
         phases, peer = self._phases, self._peer
         # Before the frame is there, for the sender is describing its state at the same time.
         with phases.phase("describe", peer):
-            target = _Target(self._terms)
+            target = Target(self._terms.target)
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
             envelope = self._terms.decode(frame)
@@ -124,13 +109,13 @@ class _Transfer:
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
-            prepared = prepare(envelope.manifest, self._terms.site)
-            receiver = _receiver(prepared, plan, target.description(), self._terms)
+            local, strict = target.description(), self._terms.strict
+            receiver = destination(envelope.manifest, plan, local, self._terms.site, strict=strict)
         with phases.phase("receive tensors", self._route.source):
             not_forwarded = self._receive_payload(envelope, plan, receiver)
         self.at_rest = True
         with phases.phase("assemble", peer):
-            state = receiver.assemble()
+            state = self._assemble(envelope, plan, receiver)
         report = Report(
             (peer,),
             plan.payload_bytes,
@@ -142,25 +127,36 @@ class _Transfer:
         )
         return state, report
 
+    def _assemble(self, envelope: Envelope, plan: Plan, receiver: Destination) -> object:
+        try:
+            return receiver.assemble()
+        except BaseException as error:
+            if receiver.in_place:
+                # How far it got is not known, so nothing is called whole.
+                say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble", 0.0), error))
+            raise
+
     def _receive_frame(self) -> bytes:
         meter = Meter(self._peer, "receive metadata", self._runner.now_s())
         with self._group.header("receive", self._peer, self._phases.left_s):
+            self.at_rest = False
             steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
             lane = Lane(meter, steps)
             self._run([lane])
             return _outcome(lane)
 
-    def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> str | None:
+    def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:
         """Receive, and forward if that was asked for; say why the latter failed, if it did."""
         meter = self._meter("receive tensors", plan)
         try:
             arrival, not_forwarded = self._take(envelope, plan, receiver, meter)
             self.at_rest = True
             self._judge(arrival, envelope, plan)
-        except FerryError as error:
-            note_progress(error, meter, envelope.manifest, plan)
+        except BaseException as error:
+            if isinstance(error, FerryError):
+                note_progress(error, meter, envelope.manifest, plan)
             if receiver.in_place:
-                raise _torn(error, meter, envelope, plan) from error
+                say_torn(error, receiver.fate(envelope, plan, meter, error))
             raise
         finally:
             receiver.ground.mark_changed()
@@ -170,7 +166,7 @@ class _Transfer:
         return Meter(self._route.source, phase, self._runner.now_s(), plan.payload_bytes)
 
     def _take(
-        self, envelope: Envelope, plan: Plan, receiver: _Receiver, meter: Meter
+        self, envelope: Envelope, plan: Plan, receiver: Destination, meter: Meter
     ) -> tuple[Arrival, str | None]:
         """Take all messages, and pass them on to the next receiver if there is one."""
         clock, window_bytes = self._runner.now_s, self._terms.window_bytes
@@ -235,11 +231,8 @@ class _Transfer:
         try:
             yield
         except Exception as refusal:
-            nowhere = _Receiver(
-                Landings((Landing(),) * len(plan.extents)), Ground.nowhere(), lambda: None, False
-            )
             try:
-                self._take(envelope, plan, nowhere, self._meter("compare", plan))
+                self._take(envelope, plan, nowhere(plan), self._meter("compare", plan))
                 self.at_rest = True
             except FerryError as error:
                 refusal.add_note(f"while the refused messages were being dropped: {error}")
@@ -254,45 +247,6 @@ def _outcome(lane: Lane[T]) -> T:
 
 def _ending(relay: Relay) -> Callable[[BaseException], None]:
     return lambda _: relay.end()
-
-
-class _Target:
-    """The local state that is to be written, described; or what went wrong, raised when it is asked for.
-
-    A failure here is a refusal like any other: the sender's messages are taken first. The plan is made as
-    well, for what arrives is nearly always described alike.
-    """
-
-    def __init__(self, terms: Pull) -> None:
-        self._description: Description | None = None
-        self._plan: Plan | None = None
-        self._error: Exception | None = None
-        if terms.target is None:
-            return
-        try:
-            self._description = describe_target(terms.target())
-            self._plan = make_plan(self._description.manifest)
-        except (TooIntricate, TooManyMessages):
-            pass
-        except Exception as error:
-            self._error = error
-
-    def description(self) -> Description | None:
-        """Give the local state described; None if what arrives is to be fresh."""
-        if self._error is not None:
-            raise self._error
-        return self._description
-
-    def plan_for(self, envelope: Envelope) -> Plan | None:
-        """Give the plan of what arrives, if the plan of what is here is the same."""
-        plan, local = self._plan, self._description
-        if plan is None or local is None or envelope.digests is not None:
-            return None
-        alike = (envelope.chunk_bytes, envelope.pack_bytes) == (
-            CHUNK_BYTES,
-            plan.pack_bytes,
-        ) and envelope.manifest.tensors == local.manifest.tensors
-        return plan if alike else None
 
 
 def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
@@ -337,58 +291,3 @@ def _plan(envelope: Envelope) -> Plan:
     if envelope.digests is not None and len(envelope.digests) != len(plan.chunks):
         raise BadManifest(f"{len(envelope.digests)} digests for {len(plan.chunks)} chunks")
     return plan
-
-
-@dataclass(frozen=True)
-class _Receiver:
-    """Where the payload goes, and what to make of it when it is there."""
-
-    landings: Landings
-    ground: Ground
-    assemble: Callable[[], object]
-    in_place: bool
-
-
-def _receiver(prepared: Prepared, plan: Plan, target: Description | None, terms: Pull) -> _Receiver:
-    manifest = prepared.manifest
-    if target is None:
-        fresh = allocate(manifest)
-        return _Receiver(
-            land_alike(plan.extents),
-            Ground(manifest, fresh.memories),
-            lambda: assemble_fresh(prepared, fresh, terms.site),
-            in_place=False,
-        )
-    comparison = compare(manifest, target.manifest, strict=terms.strict)
-    if comparison.mismatches:
-        raise StateMismatch(comparison.mismatches)
-    if comparison.twins:
-        landings = land_alike(plan.extents)
-        written: Collection[int] = range(len(target.tensors))
-    else:
-        tensors = tensor_pairs(manifest, target.manifest, comparison.pairs)
-        landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
-        written = {pair.local for pair in tensors}
-    ground = Ground(manifest, target.memories, target, written)
-
-    def assemble() -> object:
-        ground.copy_whole(landings.whole)
-        return assemble_in_place(prepared, target, comparison, strict=terms.strict)
-
-    return _Receiver(landings, ground, assemble, in_place=True)
-
-
-def _torn(error: FerryError, meter: Meter, envelope: Envelope, plan: Plan) -> FerryError:
-    """Say what a failure did to the local state."""
-    # What the sender disowns is no better for having arrived whole.
-    verified = set() if isinstance(error, PeerGaveUp) else meter.verified
-    fate: Truth = truth(envelope.manifest, plan, posted=meter.posted, verified=verified)
-    if not fate.torn and not fate.whole:
-        error.what += "; nothing was overwritten"
-        return error
-    kind = TargetTorn
-    if isinstance(error, TimeoutError):
-        kind = TornAndLate
-    elif isinstance(error, ConnectionError):
-        kind = TornAndBroken
-    return kind(error, whole=fate.whole, torn=fate.torn, untouched=fate.untouched)

@@ -18,7 +18,7 @@ from torchferry.engine.lanes import Lane, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.window import Staging, Steps, Window
-from torchferry.errors import FerryError, LinkBroken, SendFailed, StateChanged
+from torchferry.errors import FerryError, LinkBroken, SendBroken, SendFailed, SendLate, StateChanged
 from torchferry.links.base import Link
 
 
@@ -110,7 +110,7 @@ def _payload_steps(link: Link, peer: int, cargo: Cargo, meter: Meter, window: Wi
 
 def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:
     digests = [digest for digest in cargo.digests[seal.first : seal.end] if digest is not None]
-    data = encode_seal(digests, changed=seal.last and cargo.has_changed())
+    data = encode_seal(digests, changed=seal.last and bool(cargo.changed_extents()))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -145,7 +145,12 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
         if len(errors) < len(failed):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
         delivered = [lane.meter.peer for lane in lanes if lane.meter.peer not in failed]
-        raise SendFailed(delivered, errors) from first
+        kind = SendFailed
+        if any(isinstance(error, TimeoutError) for error in errors.values()):
+            kind = SendLate
+        elif any(isinstance(error, ConnectionError) for error in errors.values()):
+            kind = SendBroken
+        raise kind(delivered, errors) from first
     if changed := cargo.changed_paths():
         raise StateChanged(changed)
 

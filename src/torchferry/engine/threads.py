@@ -1,4 +1,7 @@
-"""Lanes in earnest: a thread for each, and the caller asleep on a condition, where Ctrl-C can wake it.
+"""Lanes in earnest: a thread for each, and the caller asleep on a queue, where Ctrl-C can wake it.
+
+Not on a condition: that gives up its lock and takes it again in Python, and Ctrl-C in between comes out as
+a complaint about the lock.
 
 A thread that is stuck in the backend is left behind. It is a daemon, and ends when the backend lets it go:
 when the link is broken off, or at the deadline.
@@ -9,6 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchferry.core.watch import Rules
@@ -16,14 +21,15 @@ from torchferry.engine.lanes import Lane, late
 from torchferry.engine.window import Steps, T
 from torchferry.errors import FerryError
 
-_JOIN_S = 1.0
+_JOIN_S = 0.5
+"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
 
 
 class ThreadRunner:
     """Runs the lanes of one transfer."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._ended: SimpleQueue[None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def now_s(self) -> float:
@@ -43,10 +49,11 @@ class ThreadRunner:
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Sleep until a lane is over, or until the given time."""
-        with self._changed:
-            if not any(lane.over for lane in lanes):
-                left_s = max(until_s - time.monotonic(), 0.0)
-                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+        if any(lane.over for lane in lanes):
+            return
+        left_s = max(until_s - time.monotonic(), 0.0)
+        with suppress(Empty):
+            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
         """Wait for the threads, but not for one that can't be woken."""
@@ -61,9 +68,8 @@ class ThreadRunner:
             value = _take_steps(lane.steps, rules.deadline_s, lane.meter.peer)
         except BaseException as raised:
             error = raised
-        with self._changed:
-            lane.settle(value, error)
-            self._changed.notify_all()
+        lane.settle(value, error)
+        self._ended.put(None)
 
 
 def _take_steps(steps: Steps[T], deadline_s: float, peer: int) -> T:

@@ -20,6 +20,9 @@ T = TypeVar("T")
 _LONGEST_WAIT_S = 365 * 24 * 3600.0
 """Backends count nanoseconds in 64 bits: a wait of 300 years would overflow, and end at once."""
 
+_SHORTEST_WAIT_S = 0.001
+"""A wait is told in whole milliseconds, and none of them means the group's own timeout."""
+
 
 class ProcessGroupLink:
     """Moves messages over any ProcessGroup, or what quacks like one."""
@@ -78,7 +81,7 @@ class ProcessGroupLink:
         """
         if self._is_gloo:
             with suppress(LinkError):
-                self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).wait(0.001)
+                self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).wait(_SHORTEST_WAIT_S)
 
 
 class Work:
@@ -96,7 +99,7 @@ class Work:
             LinkTimeout: it took longer than `timeout_s`.
             LinkBroken: the connection is gone.
         """
-        timeout = timedelta(seconds=min(timeout_s, _LONGEST_WAIT_S))
+        timeout = timedelta(seconds=min(max(timeout_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
         _translated(lambda: self._work.wait(timeout), self._peer)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.core.report import Report
-from torchferry.engine import Group, Pull, Push, group_of, pull, push
+from torchferry.engine import Pull, Push, group_of, pull, push
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
@@ -76,7 +76,7 @@ class PGTransport:
         self._timeout_s = _seconds(timeout, "timeout")
         self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
         self._verify = verify
-        self._group = group_of(pg) if _is_torchs_own(pg) else Group(lasting=False)
+        self._group = group_of(pg, lasting=_is_torchs_own(pg))
         self._link = ProcessGroupLink(pg, _device(device))
         self._state_dict = state_dict
         self._strict = strict

@@ -6,14 +6,14 @@ only what the payload says can be wrong: sparse indices that point nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from torchferry.core.compare import PICKLED, Comparison
-from torchferry.core.extents import figure_of
+from torchferry.core.figures import figure_of
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
@@ -46,8 +46,11 @@ class Prepared:
     values: dict[int, object]
 
 
-def prepare(manifest: Manifest, site: Site) -> Prepared:
+def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build what arrives, and decode all that is not payload.
+
+    With `only`, of these leaves: the others are dropped, and the tree is not theirs, so that it does not
+    matter whether they could be built.
 
     Raises:
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
@@ -55,6 +58,8 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
     values: dict[int, object] = {}
     sound: set[object] = set()
     for number, leaf in enumerate(manifest.leaves):
+        if only is not None and number not in only:
+            continue
         try:
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
@@ -64,6 +69,8 @@ def prepare(manifest: Manifest, site: Site) -> Prepared:
                 _check_leaf(leaf, manifest.tensors, sound)
         except FerryError as error:
             raise _at(path_of(manifest, number), error) from None
+    if only is not None:
+        return Prepared(manifest, [], values)
     for spec in manifest.tensors:
         # Those of no leaf are made, too.
         _check_dtype(spec, sound)
@@ -209,6 +216,9 @@ def assemble_in_place(
 
     With `strict` the tree is the incoming one. Otherwise it is the local one, in which every leaf that has
     arrived is replaced and every other is left as it was.
+
+    Raises:
+        PeerError: what was written can't be what it is said to be; names its path.
     """
     if comparison.twins:
         numbers = range(len(prepared.manifest.leaves))
@@ -225,4 +235,7 @@ def _arrived(prepared: Prepared, target: Description, incoming: int, local: int)
     if incoming in prepared.values:
         return prepared.values[incoming]
     leaf = prepared.manifest.leaves[incoming]
-    return kind_named(leaf.kind).adopt(leaf, target.values[local])
+    try:
+        return _made(leaf.kind, kind_named(leaf.kind).adopt, leaf, target.values[local])
+    except FerryError as error:
+        raise _at(path_of(prepared.manifest, incoming), error) from None

@@ -44,6 +44,11 @@ class Description:
         pairs = enumerate(zip(now, self.versions, strict=True))
         return [number for number, (version, earlier) in pairs if version != earlier]
 
+    def uncounted_tensors(self) -> list[int]:
+        """List the tensors whose changes torch does not count: inference tensors, and ndarrays."""
+        arrays = [part for leaf in self.manifest.leaves if leaf.kind == NDARRAY.name for part in leaf.parts]
+        return arrays + [number for number, tensor in enumerate(self.tensors) if tensor.is_inference()]
+
 
 def _version(tensor: torch.Tensor) -> int:
     # Inference tensors do not count their versions.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from torchferry.core.boxes import boxes, items_below
-from torchferry.core.extents import Extent, nested_dims
+from torchferry.core.extents import Extent
+from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import TensorSpec
 from torchferry.tensors.memory import RAW, Memory, reread, strided
 

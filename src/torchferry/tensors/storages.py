@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from msgspec import Struct
 
-from torchferry.core.extents import ITEM_BYTES, figure
+from torchferry.core.extents import ITEM_BYTES
+from torchferry.core.figures import figure
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
 from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
 from torchferry.tensors.sendable import check_dense

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from msgspec.structs import replace
+
 from tests.hostile.attacks.base import attack, attacks, frame_of, spec
 from torchferry.core.codec import pack
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
@@ -136,6 +138,12 @@ attacks(
             SPARSE,
             spec((2, 2**30, 2**20), (1, 1, 1), **LONG),  # type: ignore[arg-type]
             VALUES,
+        ),
+        "sparse_of_indices_that_are_complex": lambda: leaf(
+            "sparse", SPARSE, spec((2, 2), (2, 1), dtype="complex64", itemsize=8), VALUES
+        ),
+        "compressed_of_indices_that_are_floats": lambda: leaf(
+            "compressed", CSR, *(replace(part, dtype="float64") for part in CSR_PARTS[:-1]), CSR_PARTS[-1]
         ),
         "compressed_of_an_unknown_layout": lambda: leaf(
             "compressed", fixed(CSR, layout="torch.strided"), *CSR_PARTS

@@ -10,10 +10,10 @@ from torchferry.core.extents import (
     TooIntricate,
     extents_of,
     footprint,
-    nested_dims,
     overlaps_itself,
     split,
 )
+from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import TensorSpec
 
 

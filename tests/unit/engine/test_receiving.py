@@ -10,7 +10,8 @@ import torch
 from torchferry.core.codec import Envelope, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.engine import Pull, Push, destination, payload, pull, push
+from torchferry.engine.digest import digests
 from torchferry.errors import (
     BadManifest,
     FerryError,
@@ -18,6 +19,7 @@ from torchferry.errors import (
     StateError,
     StateMismatch,
     StepMismatch,
+    TargetTorn,
     UnknownType,
 )
 from torchferry.testing import MemoryNetwork
@@ -47,6 +49,7 @@ def waiting_messages(network: MemoryNetwork) -> int:
 
 
 STATE = {"a": torch.arange(10.0), "b": torch.arange(3)}
+SPEC = TensorSpec("float32", 4, (2, 2), (2, 1), 0, 0)
 
 
 def raising() -> object:
@@ -150,3 +153,96 @@ def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
     receive(sent(STATE), target=lambda: local, strict=False)
     assert [tensor._version for tensor in local.values()] == [before[0] + 1, before[1]]
     assert torch.equal(local["a"], STATE["a"])
+
+
+def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Let something that is not ours go wrong when so many messages have arrived."""
+    arrived = [0]
+
+    def fail(buffer: torch.Tensor, sizes: list[int]) -> list[int]:
+        arrived[0] += 1
+        if arrived[0] == number:
+            raise error
+        return digests(buffer, sizes)
+
+    monkeypatch.setattr(payload, "digests", fail)
+
+
+def test_an_error_that_is_not_ours_says_that_it_left_the_state_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
+    failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
+    with pytest.raises(TargetTorn, match="RuntimeError: out of memory") as raised:
+        receive(network, target=lambda: local)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert (raised.value.whole, raised.value.torn) == (("a",), ("b",))
+    assert (raised.value.peer, raised.value.phase) == (0, "receive tensors")
+
+
+def test_what_ends_the_program_is_left_to_do_so_and_noted_what_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
+    failing_digest(monkeypatch, 2, SystemExit(3))
+    with pytest.raises(SystemExit) as raised:
+        receive(network, target=lambda: local)
+    assert "the local state is torn" in raised.value.__notes__[0]
+
+
+def test_paths_that_are_dropped_are_no_part_of_what_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, local = sent(STATE), {"a": torch.zeros(10)}
+    failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
+    with pytest.raises(TargetTorn) as raised:
+        receive(network, target=lambda: local, strict=False)
+    assert (raised.value.whole, raised.value.torn, raised.value.untouched) == (("a",), (), ())
+
+
+def test_an_error_that_touched_nothing_is_not_its_own_cause() -> None:
+    envelope = encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (SPEC,), (16,)), 1 << 20))
+    with pytest.raises(LinkTimeout, match="nothing was overwritten") as raised:
+        receive(sent_frame(envelope), target=lambda: torch.zeros(2, 2).t(), timeout_s=0.1)
+    assert raised.value.__cause__ is None
+
+
+def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(destination, "assemble_in_place", fail)
+    local = {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(TargetTorn, match="MemoryError") as raised:
+        receive(sent(STATE), target=lambda: local)
+    assert raised.value.torn == ("a", "b")
+    assert raised.value.phase == "assemble"
+
+
+def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    import collections
+
+    from torchferry.tensors import registry
+
+    point = collections.namedtuple("point", "x y")
+    monkeypatch.setattr(registry, "_types", {})
+    registry.register(point)
+    network = sent({**STATE, "at": point(1, torch.ones(2)), "deep": {"er": [point(2, 3)]}})
+    registry._types.clear()
+    local = torch.zeros(10)
+    state = receive(network, target=lambda: {"a": local, "mine": 5}, strict=False)
+    assert (list(state), state["mine"]) == (["a", "mine"], 5)
+    assert torch.equal(local, STATE["a"])
+    assert waiting_messages(network) == 0
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str) -> None:
+    def sparse() -> torch.Tensor:
+        tensor = torch.eye(3)
+        return tensor.to_sparse() if layout == "coo" else getattr(tensor, f"to_sparse_{layout}")()
+
+    state, local = {"good": torch.ones(3), "s": sparse()}, {"good": torch.zeros(3), "s": sparse()}
+    indices = {"coo": "_indices", "csr": "col_indices", "csc": "row_indices"}[layout]
+    getattr(state["s"], indices)().fill_(2**40)
+    with pytest.raises(TargetTorn, match=r"s: a (sparse|compressed) that can't be put together") as raised:
+        receive(sent(state), target=lambda: local)
+    assert isinstance(raised.value.__cause__, BadManifest)

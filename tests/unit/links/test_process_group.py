@@ -59,22 +59,23 @@ def test_a_backend_s_exception_becomes_ours_and_names_the_peer(
     assert sent.value.__cause__ is raised
 
 
-def wait_in_vain(rank: int) -> tuple[str, float]:
+def wait_in_vain(rank: int, timeout_s: float) -> tuple[str, float]:
     link = ProcessGroupLink(dist.new_group([0, 1]), torch.device("cpu"))
     start = time.monotonic()
     if rank == 1:
         return "", 0.0
     try:
-        link.recv(BUFFER.clone(), 1, 1).wait(0.3)
+        link.recv(BUFFER.clone(), 1, 1).wait(timeout_s)
     except LinkTimeout as error:
         return type(error).__name__, time.monotonic() - start
     return "nothing raised", time.monotonic() - start
 
 
-def test_a_wait_ends_at_its_own_timeout_and_not_at_the_group_s(pair: Cluster) -> None:
-    (name, seconds), _ = pair.run(wait_in_vain)
+@pytest.mark.parametrize("timeout_s", [0.3, 0.0004, 0.0])
+def test_a_wait_ends_at_its_own_timeout_and_not_at_the_group_s(timeout_s: float, pair: Cluster) -> None:
+    (name, seconds), _ = pair.run(wait_in_vain, timeout_s)
     assert name == "LinkTimeout"
-    assert 0.25 < seconds < 5
+    assert timeout_s - 0.05 < seconds < 5
 
 
 def die_or_wait(rank: int) -> str:

@@ -1,7 +1,8 @@
 """ShardedTensors: all local shards, with the metadata of the whole.
 
-The receiver holds the sender's shards in its own right, so they are placed on its rank and device. What
-is known of everybody's shards stays as the sender told it, but for those.
+The receiver holds the sender's shards in its own right, so its `local_shards()` are placed on its own rank
+and device. `metadata()` is of everybody's shards, and stays as the sender told it: there they are still the
+sender's.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
 
+_INDICES = {"sparse": ("int64",), "compressed": ("int64", "int32")}
+"""What indices may be."""
 
 _MOST_EXPANDED = 1 << 24
 """How many indices may be made out of fewer by expanding."""
@@ -59,6 +61,9 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     if (leaf.kind == COO.name) != isinstance(leaf.traits["coalesced"], bool):
         raise ValueError("coalesced or not is a question for COO")
     for indices in specs[:-1]:
+        # Of any other dtype torch would make new ones, which are not those that arrived.
+        if indices.dtype not in _INDICES[leaf.kind]:
+            raise ValueError(f"indices of {indices.dtype}")
         # Every index is looked at when the tensor is made, and an expanded one may claim 2**60 of them.
         reach = 1 + sum((n - 1) * step for n, step in zip(indices.shape, indices.stride, strict=True))
         if prod(indices.shape) > max(reach, _MOST_EXPANDED):
@@ -69,16 +74,25 @@ def _adopt_coo(leaf: Leaf, local: Any) -> Any:
     # Not on a detached copy: whether it is coalesced is kept beside the data, once for each tensor.
     with torch.no_grad():
         local._coalesced_(leaf.traits["coalesced"])
+        torch._validate_sparse_coo_tensor_args(
+            local._indices(), local._values(), local.shape, leaf.traits["coalesced"]
+        )
     return local
 
 
 def _describe_compressed(tensor: torch.Tensor, part: Part) -> Leaf:
-    data = tensor.detach()
+    return _leaf(COMPRESSED, tensor, _members(tensor.detach()), part, None)
+
+
+def _members(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if data.layout in (torch.sparse_csr, torch.sparse_bsr):
-        members = (data.crow_indices(), data.col_indices(), data.values())
-    else:
-        members = (data.ccol_indices(), data.row_indices(), data.values())
-    return _leaf(COMPRESSED, tensor, members, part, None)
+        return data.crow_indices(), data.col_indices(), data.values()
+    return data.ccol_indices(), data.row_indices(), data.values()
+
+
+def _adopt_compressed(leaf: Leaf, local: Any) -> Any:
+    torch._validate_sparse_compressed_tensor_args(*_members(local.detach()), local.shape, local.layout)
+    return local
 
 
 def _rebuild_compressed(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
@@ -106,4 +120,6 @@ def _leaf(
 
 
 COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo, _check)
-COMPRESSED = Kind("compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, check=_check)
+COMPRESSED = Kind(
+    "compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, _adopt_compressed, _check
+)

@@ -12,7 +12,7 @@ import torch
 
 from torchferry.core.plan import SEAL_MESSAGES
 from torchferry.engine import Group, Pull, Push, pull, push
-from torchferry.errors import FerryError, StateMismatch, TargetTorn
+from torchferry.errors import FerryError, SendFailed, StateMismatch, TargetTorn
 from torchferry.testing.simulation.network import Harm, Network, SimulatedRunner
 from torchferry.testing.simulation.world import World
 
@@ -190,6 +190,7 @@ class _Run:
             if rank > 0:
                 self._check_receiver(rank)
         self._check_memory()
+        self._check_lists()
         self._check_sender()
 
     def _is_stopped_for_good(self, rank: int) -> bool:
@@ -247,6 +248,16 @@ class _Run:
             if self.play.relayed and rank > 0:
                 allowed = 2 * (_WINDOW_BYTES + _CHUNK_BYTES + seals)
             assert most <= allowed, f"rank {rank} had {most} bytes under way"
+
+    def _check_lists(self) -> None:
+        """Every receiver is in one of the sender's two lists, and one that died early is not in the first."""
+        error = self.world.processes[0].error
+        if not isinstance(error, SendFailed):
+            return
+        assert sorted([*error.delivered, *error.failed]) == list(self.targets), "the lists are not complete"
+        for rank in error.delivered:
+            early = self.world.processes[rank].killed_s == 0.0
+            assert not early, f"rank {rank} is said to have got it, and was dead from the start"
 
     def _check_sender(self) -> None:
         """Where nothing is wrong but a refusal, the sender does not notice."""
