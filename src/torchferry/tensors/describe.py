@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -17,9 +18,10 @@ from torchferry.core.tree import MAX_DEPTH, format_path
 from torchferry.errors import Unsendable
 from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
+from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import Memory
-from torchferry.tensors.storages import StorageTable
+from torchferry.tensors.storages import OddTensor, StorageTable
 from torchferry.tensors.values import to_wire
 
 
@@ -70,7 +72,7 @@ def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) 
     Raises:
         Unsendable: a leaf, key or container can't travel; names its path.
     """
-    return _Describer(_pickled_or_refused(pickle)).run(state)
+    return _describe(state, _pickled_or_refused(pickle))
 
 
 def describe_target(state: object) -> Description:
@@ -83,7 +85,7 @@ def describe_target(state: object) -> Description:
     def opaque(value: object, error: Unsendable) -> Leaf:
         return Leaf(OPAQUE)
 
-    found = _Describer(opaque).run(state)
+    found = _describe(state, opaque)
     leaves = tuple(
         _if_writable(leaf) if leaf.kind == NDARRAY.name else leaf for leaf in found.manifest.leaves
     )
@@ -94,7 +96,17 @@ def _if_writable(leaf: Leaf) -> Leaf:
     return leaf if leaf.traits["writeable"] else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
 
 
+def _describe(state: object, otherwise: _Otherwise) -> Description:
+    try:
+        return _Describer(otherwise, careful=False).run(state)
+    except OddTensor:
+        return _Describer(otherwise, careful=True).run(state)
+
+
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_MANY = 16
+"""So many tensors side by side are described at once."""
 
 _Otherwise = Callable[[object, Unsendable], Leaf]
 
@@ -118,26 +130,26 @@ def _key_to_wire(key: object) -> Value:
 class _Describer:
     """One walk through one state."""
 
-    def __init__(self, otherwise: _Otherwise) -> None:
+    def __init__(self, otherwise: _Otherwise, *, careful: bool) -> None:
         self._otherwise = otherwise
         self._branches: list[Branch | None] = []
         self._leaves: list[Leaf] = []
         self._values: list[object] = []
-        self._storages = StorageTable()
+        self._storages = StorageTable(careful=careful)
         self._known: dict[int, int] = {}
 
     def run(self, state: object) -> Description:
         root = self._walk(state, ())
-        tensors, memories, sizes = self._storages.finish()
+        storages = self._storages.finish()
         manifest = Manifest(
             root,
             tuple(branch for branch in self._branches if branch is not None),
             tuple(self._leaves),
-            tensors,
-            sizes,
+            storages.specs,
+            storages.sizes,
         )
         entered = tuple(self._storages.tensors)
-        return Description(manifest, memories, entered, tuple(self._values), _versions(entered))
+        return Description(manifest, storages.memories, entered, tuple(self._values), _versions(entered))
 
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
         """Describe a value that is perhaps a container; the path is its own."""
@@ -159,18 +171,29 @@ class _Describer:
         index = len(self._branches)
         self._branches.append(None)
         names = range(len(opened.children)) if opened.keys is None else opened.keys
-        children: list[int] = []
-        for name, child in zip(names, opened.children, strict=True):
-            # Nearly all are tensors, and have no need of a path of their own unless something is wrong.
-            if type(child) in _TENSORS:
-                try:
-                    children.append(self._leaf(child))
-                except Unsendable as error:
-                    children.append(self._unknown(child, (*path, name), error))
-            else:
-                children.append(self._walk(child, (*path, name)))
+        children = self._plain_tensors(opened.children)
+        if children is None:
+            children = [
+                self._walk(child, (*path, name)) for name, child in zip(names, opened.children, strict=True)
+            ]
         self._branches[index] = Branch(opened.kind, tuple(children), keys, opened.extra)
         return ~index
+
+    def _plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
+        """Describe many values at once, if all are plain tensors that were not seen before; None if not."""
+        if len(values) < _MANY or not _TENSORS.issuperset(map(type, values)):
+            return None
+        ids = list(map(id, values))
+        if len(set(ids)) < len(ids) or not self._known.keys().isdisjoint(ids):
+            return None
+        if {value.layout for value in values} != {torch.strided}:
+            return None
+        numbers = range(len(self._leaves), len(self._leaves) + len(values))
+        leaves = [DENSE.describe(value, self._storages.enter) for value in values]
+        self._leaves += leaves
+        self._values += values
+        self._known.update(zip(ids, numbers, strict=True))
+        return numbers
 
     def _leaf(self, value: object) -> int:
         known = self._known.get(id(value))

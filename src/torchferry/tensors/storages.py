@@ -10,23 +10,24 @@ Rules of this file:
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from msgspec import Struct
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.figures import figure
+from torchferry.core.figures import Figure, figure
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
-from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
+from torchferry.errors import Unsendable
+from torchferry.tensors.memory import DTYPES, Memory, memory_at
 from torchferry.tensors.sendable import check_dense
 
-_PLAIN = {
-    dtype: (name, dtype.itemsize, dtype.is_complex)
-    for name, dtype in DTYPES.items()
-    if not name.startswith("q")
-}
-"""What there is to know of each dtype whose tensors are their bytes and nothing more."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
+"""The name of each dtype whose tensors are their bytes and nothing more."""
 
-_STRIDED = torch.strided
+
+class OddTensor(Exception):
+    """A tensor that can't travel is among those that were entered without a look."""
 
 
 class _Block(Struct, frozen=True, gc=False):
@@ -46,28 +47,25 @@ class _Home(Struct, frozen=True, gc=False):
     unit: int
 
 
-class _Row(Struct, frozen=True, gc=False):
-    """What was seen of one tensor; its offset is in its block. A tensor without items spans nothing."""
+class Storages(Struct, frozen=True):
+    """Tensors in terms of storages: a spec for each tensor, and the memory and size of each storage."""
 
-    dtype: str
-    itemsize: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    block: int
-    offset: int
-    span: int
-    conj: bool
-    neg: bool
+    specs: tuple[TensorSpec, ...]
+    memories: tuple[Memory, ...]
+    sizes: tuple[int, ...]
 
 
 class StorageTable:
-    """Collects tensors, then says what they are in terms of as few storages as there are."""
+    """Collects tensors, then says what they are in terms of as few storages as there are.
 
-    def __init__(self) -> None:
+    Nearly always there is nothing wrong with any of them, and to find that out of all at once takes a
+    fraction of what it takes one by one. With `careful`, each is looked at when it is entered, so that it
+    is known which.
+    """
+
+    def __init__(self, *, careful: bool) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._rows: list[_Row] = []
-        self._blocks: list[_Block] = []
-        self._known: dict[int, int] = {}
+        self._careful = careful
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Enter a strided tensor and give its number.
@@ -75,119 +73,180 @@ class StorageTable:
         Raises:
             Unsendable: it is not its bytes and nothing more.
         """
-        dtype, conj, neg = tensor.dtype, False, tensor.is_neg()
-        if (
-            neg
-            or dtype not in _PLAIN
-            or tensor.layout is not _STRIDED
-            or tensor.is_nested
-            or not tensor.is_cpu
-            or tensor.ndim > MAX_DIMS
-        ):
+        if self._careful:
             check_dense(tensor)
-        name, itemsize, is_complex = _PLAIN[dtype]
-        if is_complex:
-            conj = tensor.is_conj()
-        storage = tensor.untyped_storage()
-        block = self._known.get(storage._cdata)
-        if block is None:
-            block = self._new_block(tensor, storage)
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        seen = figure(shape, stride, itemsize)
-        offset = int(tensor.storage_offset()) * itemsize if seen.items else 0
-        if offset + seen.span > self._blocks[block].nbytes:
-            check_dense(tensor)
-        self._rows.append(_Row(name, itemsize, shape, stride, block, offset, seen.span, conj, neg))
         self.tensors.append(tensor)
-        return len(self._rows) - 1
-
-    def _new_block(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> int:
-        try:
-            block = _Block(storage.data_ptr(), storage.nbytes(), tensor.device, storage)
-        except RuntimeError:
-            check_dense(tensor)
-            raise
-        self._known[storage._cdata] = len(self._blocks)
-        self._blocks.append(block)
-        return len(self._blocks) - 1
+        return len(self.tensors) - 1
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.tensors)
 
     def forget(self, count: int) -> None:
         """Take back all but the first so many tensors."""
-        del self._rows[count:], self.tensors[count:]
+        del self.tensors[count:]
 
-    def finish(self) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
-        """Give a spec for each tensor, and the memory and size of each storage."""
-        homes = self._homes()
-        numbers: dict[int, int] = {}
-        memories: list[Memory] = []
-        units: list[int] = []
-        # By storage: where its tensors begin and end. By tensor: its storage, and where it begins there.
-        lows: list[int] = []
-        highs: list[int] = []
-        places: list[tuple[int, int]] = []
-        for row in self._rows:
-            home = homes[row.block]
-            number = numbers.get(id(home.memory))
-            start = row.offset + home.shift
-            if number is None:
-                number = numbers[id(home.memory)] = len(memories)
-                memories.append(home.memory)
-                units.append(home.unit)
-                lows.append(start if row.span else _NOWHERE)
-                highs.append(start + row.span if row.span else 0)
-            elif row.span:
-                lows[number] = min(lows[number], start)
-                highs[number] = max(highs[number], start + row.span)
-            places.append((number, start))
-        bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
-        specs = tuple(
-            TensorSpec(
-                row.dtype,
-                row.itemsize,
-                row.shape,
-                row.stride,
-                number,
-                start - bases[number] if row.span else 0,
-                row.conj,
-                row.neg,
+    def finish(self) -> Storages:
+        """Say what was entered.
+
+        Raises:
+            OddTensor: a tensor was entered that can't travel.
+        """
+        try:
+            return self._finish()
+        except (Unsendable, RuntimeError) as error:
+            if self._careful:
+                raise
+            raise OddTensor from error
+
+    def _finish(self) -> Storages:
+        # A column at a time: a comprehension over one attribute costs little more than the attribute.
+        tensors = self.tensors
+        self._look_at_odd_ones()
+        dtypes = [tensor.dtype for tensor in tensors]
+        names = [_NAMES[dtype] for dtype in dtypes]
+        itemsizes = [tensor.itemsize for tensor in tensors]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        strides = [tensor.stride() for tensor in tensors]
+        figures = list(map(figure, shapes, strides, itemsizes))
+        offsets = [int(tensor.storage_offset()) for tensor in tensors]
+        places = [at * size for at, size in zip(offsets, itemsizes, strict=True)]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        held = [storage.nbytes() for storage in storages]
+        ends = [place + seen.span for place, seen in zip(places, figures, strict=True)]
+        for number, (end, nbytes) in enumerate(zip(ends, held, strict=True)):
+            if end > nbytes and figures[number].items:
+                check_dense(tensors[number])
+        conjs = [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)]
+        negs = [tensor.is_neg() for tensor in tensors]
+        if _all_apart(storages, held):
+            # Each is alone: its storage begins where it does.
+            numbers = range(len(tensors))
+            specs = map(
+                TensorSpec, names, itemsizes, shapes, strides, numbers, [0] * len(tensors), conjs, negs
             )
-            for row, (number, start) in zip(self._rows, places, strict=True)
+            alone = [
+                Memory(storage, place if seen.items else 0, tensor.device)
+                for storage, place, seen, tensor in zip(storages, places, figures, tensors, strict=True)
+            ]
+            return Storages(tuple(specs), tuple(alone), tuple([seen.span for seen in figures]))
+        blocks, block_of = self._blocks(storages, held)
+        numbers_and_places, memories, sizes = _shared(blocks, block_of, itemsizes, figures, places)
+        specs = map(
+            TensorSpec,
+            names,
+            itemsizes,
+            shapes,
+            strides,
+            [number for number, _ in numbers_and_places],
+            [place for _, place in numbers_and_places],
+            conjs,
+            negs,
         )
-        sizes = tuple(max(high - base, 0) for high, base in zip(highs, bases, strict=True))
-        return specs, tuple(m.at(base) for m, base in zip(memories, bases, strict=True)), sizes
+        return Storages(tuple(specs), memories, sizes)
 
-    def _homes(self) -> list[_Home]:
-        """Find a home for each block: the same for blocks in the same memory."""
-        blocks = self._blocks
-        widest = [1] * len(blocks)
-        for row in self._rows:
-            if row.itemsize > widest[row.block]:
-                widest[row.block] = row.itemsize
-        homes = [
-            _Home(Memory(block.storage, 0, block.device), 0, unit)
-            for block, unit in zip(blocks, widest, strict=True)
-        ]
-        order = sorted(range(len(blocks)), key=[block.address for block in blocks].__getitem__)
-        cluster: list[int] = []
-        end = 0
-        for number in order:
-            block = blocks[number]
-            if not block.nbytes or block.device != CPU:
-                continue
-            if block.address >= end:
-                if len(cluster) > 1:
-                    _share(blocks, widest, cluster, homes)
-                cluster = []
-            cluster.append(number)
-            end = max(end, block.address + block.nbytes)
-        _share(blocks, widest, cluster, homes)
-        return homes
+    def _look_at_odd_ones(self) -> None:
+        """Look closely at each tensor that is not as nearly all are.
+
+        Raises:
+            Unsendable: it can't travel.
+        """
+        tensors = self.tensors
+        plain = (
+            all(tensor.is_cpu for tensor in tensors)
+            and {tensor.layout for tensor in tensors} <= {torch.strided}
+            and not any(tensor.is_nested for tensor in tensors)
+            and {tensor.dtype for tensor in tensors} <= _NAMES.keys()
+            and not any(tensor.is_neg() for tensor in tensors)
+            and max((tensor.ndim for tensor in tensors), default=0) <= MAX_DIMS
+        )
+        if not plain and not self._careful:
+            for tensor in tensors:
+                check_dense(tensor)
+
+    def _blocks(
+        self, storages: list[torch.UntypedStorage], held: list[int]
+    ) -> tuple[list[_Block], list[int]]:
+        """List the torch storages, each once, and for each tensor which one is its own."""
+        blocks: list[_Block] = []
+        known: dict[int, int] = {}
+        block_of: list[int] = []
+        for tensor, storage, nbytes in zip(self.tensors, storages, held, strict=True):
+            block = known.setdefault(storage._cdata, len(blocks))
+            if block == len(blocks):
+                blocks.append(_Block(storage.data_ptr(), nbytes, tensor.device, storage))
+            block_of.append(block)
+        return blocks, block_of
+
+
+def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
+    """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
+    spans = sorted(zip([storage.data_ptr() for storage in storages], held, strict=True))
+    # Also two that begin at the same address: empty ones at 0, or of another device, are looked at one by
+    # one.
+    return all(one[0] + one[1] <= two[0] and one[0] < two[0] for one, two in pairwise(spans))
+
+
+def _shared(
+    blocks: list[_Block],
+    block_of: list[int],
+    itemsizes: list[int],
+    figures: list[Figure],
+    places: list[int],
+) -> tuple[list[tuple[int, int]], tuple[Memory, ...], tuple[int, ...]]:
+    """Find out who shares memory: each tensor's storage and place in it, each storage's memory and size."""
+    homes = _homes(blocks, block_of, itemsizes)
+    numbers: dict[int, int] = {}
+    memories: list[Memory] = []
+    units: list[int] = []
+    lows: list[int] = []
+    highs: list[int] = []
+    found: list[tuple[int, int]] = []
+    for block, seen, place in zip(block_of, figures, places, strict=True):
+        home = homes[block]
+        number = numbers.setdefault(id(home.memory), len(memories))
+        start = place + home.shift if seen.items else _NOWHERE
+        if number == len(memories):
+            memories.append(home.memory)
+            units.append(home.unit)
+            lows.append(start)
+            highs.append(0)
+        if seen.items:
+            lows[number] = min(lows[number], start)
+            highs[number] = max(highs[number], start + seen.span)
+        found.append((number, start))
+    bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
+    return (
+        [(number, start - bases[number] if start < _NOWHERE else 0) for number, start in found],
+        tuple(memory.at(base) for memory, base in zip(memories, bases, strict=True)),
+        tuple(max(high - base, 0) for high, base in zip(highs, bases, strict=True)),
+    )
 
 
 _NOWHERE = 1 << 64
+
+
+def _homes(blocks: list[_Block], block_of: list[int], itemsizes: list[int]) -> list[_Home]:
+    """Find a home for each block: the same for blocks in the same memory."""
+    widest = [1] * len(blocks)
+    for number, itemsize in zip(block_of, itemsizes, strict=True):
+        widest[number] = max(widest[number], itemsize)
+    homes = [
+        _Home(Memory(block.storage, 0, block.device), 0, unit)
+        for block, unit in zip(blocks, widest, strict=True)
+    ]
+    cluster: list[int] = []
+    end = 0
+    for number in sorted(range(len(blocks)), key=lambda n: blocks[n].address):
+        block = blocks[number]
+        if not block.nbytes or block.device.type != "cpu":
+            continue
+        if block.address >= end:
+            _share(blocks, widest, cluster, homes)
+            cluster = []
+        cluster.append(number)
+        end = max(end, block.address + block.nbytes)
+    _share(blocks, widest, cluster, homes)
+    return homes
 
 
 def _share(blocks: list[_Block], widest: list[int], cluster: list[int], homes: list[_Home]) -> None:
