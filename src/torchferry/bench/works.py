@@ -87,12 +87,13 @@ class Work:
 def works(size: Size) -> list[Work]:
     """All workloads, at this size."""
     return [
+        # First, in processes that are new: what another work has left behind can't be used again.
+        _memory(size),
         *_small(size),
         *_big(size),
         _views(size),
         _gpt(size),
         _sleeper(size),
-        _memory(size),
         _tensors(size),
         _receivers(size),
         _tensor_size(size),
