@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torchferry.bench.results import Results, Series, SystemTitle, WorkTitle
-from torchferry.bench.spread import Spread
-from torchferry.bench.svg import Drawing, Scale, decades, dot, line, path, rect, round_up, text
-from torchferry.bench.wording import say_binary, say_rate, say_seconds
+from torchferry.bench.results import Results, Series, WorkTitle
+from torchferry.bench.spread import Spread, spread_of
+from torchferry.bench.svg import Drawing, Scale, dot, line, path, rect, round_up, text, ticks
+from torchferry.bench.wording import say_binary, say_bytes, say_rate, say_seconds
 
 _WIDTH = 860.0
 _LABELS = 230.0
@@ -19,6 +19,8 @@ _BAR = 16.0
 _CURVES_HEIGHT = 330.0
 # Labels at the ends of curves are not put closer than this to each other.
 _APART = 16.0
+# How much higher than the highest point a plot of curves goes, and lower than the lowest.
+_ROOM = 1.25
 
 
 @dataclass(frozen=True)
@@ -40,49 +42,93 @@ def plots(results: Results) -> list[Plot]:
             continue
         if work.axis is not None:
             found.append(_growth(results, work, series))
-        elif len({one.case for one in series}) == 1:
-            found.append(_rates(results, work, series))
+        else:
+            found.append(_bars(results, work, series))
             found += _timelines(results, work, series)
     return found
 
 
-def _rates(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
+@dataclass(frozen=True)
+class _Measure:
+    """What the bars of a work show."""
+
+    title: str
+    better: str
+    values: Callable[[Series], Spread | None]
+    say: Callable[[float], str]
+
+
+def _rates(one: Series) -> Spread:
+    spread = _spread(one)
+    return Spread(*(_rate(one, seconds) for seconds in (spread.high, spread.median, spread.low)))
+
+
+def _wire(one: Series) -> Spread | None:
+    return spread_of([take.wire_bytes for take in one.takes if take.wire_bytes is not None])
+
+
+def _memory(one: Series) -> Spread | None:
+    return spread_of([take.peak_bytes for take in one.takes if take.peak_bytes is not None])
+
+
+_MEASURES = {
+    "rate": _Measure("rate", "Longer is faster; → is off the scale.", _rates, say_rate),
+    "time": _Measure("time", "Shorter is faster.", lambda one: _spread(one), say_seconds),
+    "wire": _Measure("bytes on the wire", "Shorter is less.", _wire, say_bytes),
+    "memory": _Measure("memory beyond the state", "Shorter is less.", _memory, say_bytes),
+}
+
+
+def _bars(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
     """A bar for each system, with a whisker from quartile to quartile."""
-    titles = [results.system_title(one.system) for one in series]
+    measure = _MEASURES[work.shows]
+    several = len({one.case for one in series}) > 1
+    rows = []
+    for one in series:
+        title, spread = results.system_title(one.system), measure.values(one)
+        if spread is not None:
+            rows.append((f"{title.title}, {one.case}" if several else title.title, title.kind, spread))
     # What the machine can do may be a thousand times as much; it must not flatten the others.
-    drawn = [one for one, title in zip(series, titles, strict=True) if title.kind != "limit"] or series
-    top = round_up(max(_rate(one, _spread(one).low) for one in drawn))
+    drawn = [spread for _, kind, spread in rows if kind != "limit"] or [spread for _, _, spread in rows]
+    top = round_up(max((spread.high for spread in drawn), default=1.0))
     scale = Scale(0, top, _LABELS, _WIDTH - _VALUES)
-    height = _ROW * len(series) + 30
-    parts = (0.25, 0.5, 0.75, 1)
-    shapes = [line(scale(top * part), 0, scale(top * part), height - 22, "grid") for part in parts]
-    for number, (one, title) in enumerate(zip(series, titles, strict=True)):
-        shapes += _bar(one, title, scale, number * _ROW + 4)
+    height = _ROW * len(rows) + 30
+    shapes = [
+        line(scale(top * part), 0, scale(top * part), height - 22, "grid") for part in (0.25, 0.5, 0.75, 1)
+    ]
+    for number, (label, kind, spread) in enumerate(rows):
+        shapes += _bar(label, kind, spread, scale, number * _ROW + 4, measure.say)
     shapes += [
-        text(scale(top * part), height - 6, say_rate(top * part) if part else "0", "tick", "middle")
+        text(scale(top * part), height - 6, measure.say(top * part) if part else "0", "tick", "middle")
         for part in (0, 0.5, 1)
     ]
-    return Plot(
-        f"rate-{work.name}",
-        work.title,
-        "Rate by system: the median, and from quartile to quartile. Longer is faster; → is off the scale.",
-        Drawing(_WIDTH, height, tuple(shapes), f"Rate by system: {work.title}"),
-    )
+    name = measure.title.replace(" ", "-")
+    says = f"{_capital(measure.title)} by system: the median, and from quartile to quartile. {measure.better}"
+    drawing = Drawing(_WIDTH, height, tuple(shapes), f"{_capital(measure.title)} by system: {work.title}")
+    return Plot(f"{name}-{work.name}", work.title, says, drawing)
 
 
-def _bar(one: Series, title: SystemTitle, scale: Scale, y: float) -> list[str]:
-    spread = _spread(one)
-    median, low, high = (_rate(one, seconds) for seconds in (spread.median, spread.high, spread.low))
+def _bar(
+    label: str, kind: str, spread: Spread, scale: Scale, y: float, say: Callable[[float], str]
+) -> list[str]:
     middle = y + _BAR / 2
-    label = text(_LABELS - 10, middle + 4, title.title, "label", "end")
-    tip = f"{title.title}: {say_rate(median)}, {say_seconds(spread.median)}"
-    beyond = median > scale.high
-    bar = rect(_LABELS, y, scale(min(median, scale.high)) - _LABELS, _BAR, f"fill {title.kind}", tip)
-    if beyond:
-        return [label, bar, text(scale(scale.high) + 6, middle + 4, f"→ {say_rate(median)}", "value")]
-    end = min(high, scale.high)
-    whisker = line(scale(low), middle, scale(end), middle, "whisker")
-    return [label, bar, whisker, text(scale(max(median, end)) + 8, middle + 4, say_rate(median), "value")]
+    end = scale(min(spread.median, scale.high))
+    shapes = [
+        text(_LABELS - 10, middle + 4, label, "label", "end"),
+        rect(_LABELS, y, end - _LABELS, _BAR, f"fill {kind}", f"{label}: {say(spread.median)}"),
+    ]
+    if spread.median > scale.high:
+        return [*shapes, text(end + 6, middle + 4, f"→ {say(spread.median)}", "value")]
+    high = scale(min(spread.high, scale.high))
+    return [
+        *shapes,
+        line(scale(spread.low), middle, high, middle, "whisker"),
+        text(max(end, high) + 8, middle + 4, say(spread.median), "value"),
+    ]
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _rate(one: Series, seconds: float) -> float:
@@ -91,6 +137,8 @@ def _rate(one: Series, seconds: float) -> float:
 
 def _timelines(results: Results, work: WorkTitle, series: list[Series]) -> list[Plot]:
     """Where the time of a transfer goes, phase after phase, on both sides."""
+    if work.shows != "rate":
+        return []
     lanes = [
         (f"{results.system_title(one.system).title}, {side}", phases)
         for one in series
@@ -155,10 +203,11 @@ def _growth(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
             curves.setdefault(one.system, []).append((one.x, axis.value(one)))
     xs = sorted({x for curve in curves.values() for x, _ in curve})
     ys = [y for curve in curves.values() for _, y in curve]
-    marks = decades(min(ys) * 0.9, max(ys) * 1.1)
-    left, right, bottom = 80.0, _WIDTH - 200, _CURVES_HEIGHT - 45
+    low, high = min(ys) / _ROOM, max(ys) * _ROOM
+    marks = ticks(low, high)
+    left, right, bottom = 80.0, _WIDTH - 220, _CURVES_HEIGHT - 45
     across = Scale(xs[0], xs[-1], left + 20, right, logarithmic=True)
-    up = Scale(marks[0], marks[-1], bottom, 14, logarithmic=True)
+    up = Scale(low, high, bottom, 14, logarithmic=True)
     shapes = [line(left, up(mark), right, up(mark), "grid") for mark in marks]
     shapes += [text(left - 8, up(mark) + 4, axis.say(mark), "tick", "end") for mark in marks]
     shapes += [text(across(x), bottom + 20, axis.say_x(x), "tick", "middle") for x in _unclutter(xs, across)]
@@ -178,8 +227,8 @@ def _growth(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
     return Plot(
         f"growth-{work.name}",
         work.title,
-        f"{axis.title[0].upper()}{axis.title[1:]}, both axes by powers of ten. {axis.better}",
-        Drawing(_WIDTH, _CURVES_HEIGHT, tuple(shapes), f"{axis.title}: {work.title}"),
+        f"{_capital(axis.title)}, both axes by powers of ten. {axis.better}",
+        Drawing(_WIDTH, _CURVES_HEIGHT, tuple(shapes), f"{_capital(axis.title)}: {work.title}"),
     )
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+# Up to here, an axis has room for 1, 2 and 5 in each of its powers of ten.
+_FEW_DECADES = 300.0
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -97,13 +100,16 @@ def round_up(value: float) -> float:
     return next(round(unit * step, 12) for step in (1, 2, 2.5, 5, 10) if value <= unit * step * 1.0000001)
 
 
-def decades(low: float, high: float) -> list[float]:
-    """The powers of ten that enclose a range.
+def ticks(low: float, high: float) -> list[float]:
+    """What to write on an axis by powers of ten: those, and if there are few, what lies between them.
 
-    >>> decades(0.02, 3)
-    [0.01, 0.1, 1.0, 10.0]
+    >>> ticks(0.02, 300), ticks(3, 40)
+    ([0.1, 1.0, 10.0, 100.0], [5.0, 10.0, 20.0])
     """
-    return [10.0**power for power in range(floor(log10(low)), ceil(log10(high)) + 1)]
+    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
+    marks = [round(10.0**power * step, 12) for power in powers for step in steps]
+    return [mark for mark in marks if low <= mark <= high]
 
 
 def _n(number: float) -> str:
