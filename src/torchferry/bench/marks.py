@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from msgspec.structs import replace
+
 from torchferry.bench.results import Judgement, Series, Take, find
 from torchferry.bench.spread import Spread, spread_of
 
@@ -58,24 +60,29 @@ def judge(work: str, mark: Mark, series: Iterable[Series]) -> Judgement:
     """Compare what was measured with a mark. What was not measured is said, and is not reached."""
     known = list(series)
     blank = Judgement(work, mark.title, mark.wanted, mark.at_least, mark.unit)
-    over = _measured(mark.over, known)
-    under = Spread(mark.under, mark.under, mark.under) if isinstance(mark.under, float) else None
-    if isinstance(mark.under, Figure):
-        under = _measured(mark.under, known)
-    if over is None or under is None:
-        lacking = mark.over if over is None else mark.under
-        assert isinstance(lacking, Figure), "a number is never lacking"
-        return _with(blank, problem=_why_lacking(lacking, known))
+    figures = [one for one in (mark.over, mark.under) if isinstance(one, Figure)]
+    samples = [_samples(figure, known) for figure in figures]
+    for figure, measured in zip(figures, samples, strict=True):
+        if not measured:
+            return replace(blank, problem=_why_lacking(figure, known))
+    over, *rest = [spread for measured in samples if (spread := spread_of(measured))]
+    under = rest[0] if rest else _exactly(mark.under)
     ratio = over.over(under)
-    return _with(blank, ratio=ratio.median, low=ratio.low, high=ratio.high)
+    takes = min(len(measured) for measured in samples)
+    return replace(blank, ratio=ratio.median, low=ratio.low, high=ratio.high, takes=takes)
 
 
-def _measured(figure: Figure, series: list[Series]) -> Spread | None:
+def _samples(figure: Figure, series: list[Series]) -> list[float]:
     found = find(series, figure.case, figure.system)
     if found is None:
-        return None
+        return []
     samples = [_sample(take, found, figure.quantity) for take in found.takes]
-    return spread_of([sample for sample in samples if sample is not None])
+    return [sample for sample in samples if sample is not None]
+
+
+def _exactly(number: object) -> Spread:
+    assert isinstance(number, (int, float)), "what is not a figure is a number"
+    return Spread(number, number, number)
 
 
 def _sample(take: Take, series: Series, quantity: Quantity) -> float | None:
@@ -95,16 +102,3 @@ def _why_lacking(figure: Figure, series: list[Series]) -> str:
     if found is None:
         return f"{figure.system} was not run"
     return f"{figure.system}: {found.problem or f'{figure.quantity.value} can not be measured here'}"
-
-
-def _with(
-    blank: Judgement,
-    *,
-    ratio: float | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    problem: str | None = None,
-) -> Judgement:
-    return Judgement(
-        blank.work, blank.title, blank.wanted, blank.at_least, blank.unit, ratio, low, high, problem
-    )

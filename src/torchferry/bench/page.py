@@ -84,7 +84,7 @@ def _marks(results: Results) -> list[str]:
 
 
 def _mark_row(one: Judgement) -> str:
-    tone = "unsure" if one.within_noise or one.ratio is None else "good" if one.reached else "bad"
+    tone = "unsure" if one.doubtful else "good" if one.reached else "bad"
     why = f'<br><span class="soft small">{escape(one.problem)}</span>' if one.problem else ""
     return (
         f'<tr><td>{escape(one.title)}</td><td class="number">{escape(say_wanted(one))}</td>'

@@ -75,6 +75,8 @@ class Judgement(msgspec.Struct, frozen=True):
     low: float | None = None
     high: float | None = None
     problem: str | None = None
+    # How many takes are behind it, at least.
+    takes: int = 0
 
     @property
     def reached(self) -> bool:
@@ -87,11 +89,17 @@ class Judgement(msgspec.Struct, frozen=True):
         return self.low is not None and self.high is not None and self.low <= self.wanted <= self.high
 
     @property
+    def doubtful(self) -> bool:
+        return self.ratio is None or self.within_noise
+
+    @property
     def verdict(self) -> str:
-        """`reached`, `not reached`, either of them `(within noise)`, or `not measured`."""
+        """`reached`, `not reached`, either of them with what there is to doubt, or `not measured`."""
         if self.ratio is None:
             return "not measured"
         verdict = "reached" if self.reached else "not reached"
+        if self.takes == 1:
+            return f"{verdict} (one take)"
         return f"{verdict} (within noise)" if self.within_noise else verdict
 
 

@@ -73,7 +73,7 @@ def marks_table(judgements: tuple[Judgement, ...]) -> Table:
     """What must be reached, what was, and whether that is enough."""
     table = _table("the marks", "work", "must reach", "measured", "verdict")
     for one in judgements:
-        style = "yellow" if one.within_noise or one.ratio is None else "green" if one.reached else "red"
+        style = "yellow" if one.doubtful else "green" if one.reached else "red"
         verdict = one.verdict if one.problem is None else f"{one.verdict}: {one.problem}"
         table.add_row(
             escape(one.title), say_wanted(one), say_ratio(one), f"[{style}]{escape(verdict)}[/{style}]"
