@@ -9,6 +9,7 @@ import pytest
 
 from tests.bench.samples import a_whole_run
 from torchferry.bench.results import merge, read_json, write_json
+from torchferry.bench.works import Size
 from torchferry.errors import BadArgument
 
 
@@ -59,3 +60,7 @@ class TestSeveralRuns:
         again = msgspec.structs.replace(earlier.series[0], takes=earlier.series[0].takes[:1])
         merged = merge(earlier, msgspec.structs.replace(earlier, series=(again,)))
         assert merged.series == (again, *earlier.series[1:])
+
+    def test_of_different_sizes_are_refused(self) -> None:
+        with pytest.raises(BadArgument, match="full, small"):
+            merge(a_whole_run(), a_whole_run(Size.SMALL))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from torchferry.bench import markdown, page
@@ -169,7 +170,7 @@ def print_choices(console: Console, size: str) -> None:
     console.print(table)
     systems = Table("system", "what it is", "")
     for system in SYSTEMS.values():
-        systems.add_row(system.name, system.title, system.missing() or "")
+        systems.add_row(system.name, system.title, escape(system.missing() or ""))
     console.print(systems)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.connection
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -72,44 +73,64 @@ def shared_folder() -> Iterator[Path]:
 
 
 def _listen(member: _Member, waiting: dict[Connection, _Member], tell: Tell) -> bool:
-    """Take one word of a member; True if it was its last."""
+    """Take one word of a member; True if it was its last.
+
+    Raises:
+        BenchFailed: something is wrong with it, or it is gone.
+    """
     try:
         word = worker.hear(member.channel)
     except (EOFError, OSError):
-        member.process.join(_REAP_S)
-        others = [one for one in waiting.values() if one is not member]
-        raise BenchFailed(
-            f"the process of rank {member.rank} ended with exit code {member.process.exitcode}"
-            + "".join([*_muttered(member), *_last_words(others)])
-        ) from None
+        raise BenchFailed(_inquest(waiting.values())) from None
     match word:
         case Finished():
             return True
-        case Crashed(report):
-            raise BenchFailed(f"rank {member.rank} failed:\n{report}")
+        case Crashed():
+            raise BenchFailed(_inquest(waiting.values(), {member.rank: word}))
         case _:
             tell(word)
             return False
+
+
+def _inquest(members: Iterable[_Member], known: dict[int, Crashed] | None = None) -> str:
+    """What has become of the members. Who was killed comes first: the others failed because of it."""
+    crashes = dict(known or {})
+    deadline_s = time.monotonic() + _LAST_WORDS_S
+    killed, failed = [], []
+    for member in members:
+        word = crashes.get(member.rank) or _last_word(member, deadline_s)
+        member.process.join(max(0.0, deadline_s - time.monotonic()))
+        code = member.process.exitcode
+        if word is not None:
+            failed.append((member.rank, word.report.strip()))
+        elif code is not None:
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            )
+            killed += [f"the process of rank {member.rank} {how}", *_muttered(member)]
+    if failed and not killed:
+        # Then it is the benchmark itself that is at fault, and where matters.
+        return "\n".join(f"rank {rank} failed:\n{report}" for rank, report in failed)
+    brief = [f"rank {rank} failed: {report.splitlines()[-1]}" for rank, report in failed]
+    return "\n".join([*killed, *brief]) or "a process is gone, and nobody says why"
 
 
 def _muttered(member: _Member) -> list[str]:
     """The end of what a process has printed, which may say why it ended."""
     with contextlib.suppress(OSError):
         printed = member.seat.muttering.read_text(errors="replace").splitlines()
-        return [f"\n  it printed: {line}" for line in printed[-_SHOWN_LINES:]]
+        return [f"  it printed: {line}" for line in printed[-_SHOWN_LINES:]]
     return []
 
 
-def _last_words(members: list[_Member]) -> Iterator[str]:
-    deadline_s = time.monotonic() + _LAST_WORDS_S
-    for member in members:
+def _last_word(member: _Member, deadline_s: float) -> Crashed | None:
+    """What a member says of its own end, if it can."""
+    with contextlib.suppress(EOFError, OSError):
         while member.channel.poll(max(0.0, deadline_s - time.monotonic())):
-            try:
-                word = worker.hear(member.channel)
-            except (EOFError, OSError):
-                break
+            word = worker.hear(member.channel)
             if isinstance(word, Crashed):
-                yield f"\nrank {member.rank} says: {word.report.strip().splitlines()[-1]}"
+                return word
+    return None
 
 
 @contextlib.contextmanager

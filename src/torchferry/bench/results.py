@@ -161,7 +161,12 @@ def merge(first: Results, *others: Results) -> Results:
 
     The first says when it was and on what. What a later run has measured again takes the place of what was
     there.
+
+    Raises:
+        BadArgument: they are of different sizes.
     """
+    if len(sizes := {one.size for one in (first, *others)}) > 1:
+        raise BadArgument(f"runs of different sizes do not make one: {', '.join(sorted(sizes))}")
     return msgspec.structs.replace(
         first,
         command=" && ".join(one.command for one in (first, *others)),
