@@ -2,9 +2,11 @@
 # All that a machine needs is make and Python 3.11 or newer.
 
 PYTHON ?= python3
-# Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6".
+# Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
+# make bench BENCH_ARGS="--size small --work 'big-*' --report out.html".
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 SEEDS ?= 10000
 FIRST_SEED ?= 0
 FUZZ_MUTATIONS ?= 100000
@@ -15,13 +17,19 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults simulate fuzz check format conformance wheel clean distclean
+.PHONY: help demo bench bench-docs test faults simulate fuzz check format conformance wheel clean distclean
 
 help: ## list these goals
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(READY) ## four workers train, one is killed, its replacement catches up
 	@$(BIN)/torchferry demo $(DEMO_ARGS)
+
+bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size small"
+	@$(BIN)/torchferry bench $(BENCH_ARGS)
+
+bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that
+	@$(BIN)/torchferry bench --markdown docs/benchmarks.md $(BENCH_ARGS)
 
 test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
