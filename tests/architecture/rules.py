@@ -26,6 +26,7 @@ LAYERS = {
     "torchferry.pg_transport": "front door",
     "torchferry.cli": "front door",
     "torchferry.demo": "front door",
+    "torchferry.bench": "front door",
     "torchferry.__main__": "front door",
 }
 # Importing the bare package runs its __init__, which opens the front doors.

@@ -1,0 +1,1 @@
+"""What torchferry measures of itself, beside others."""
