@@ -37,6 +37,7 @@ def _build_app() -> typer.Typer:
     # Inside, because the library must be importable without typer.
     import typer
 
+    from torchferry.bench.command import bench
     from torchferry.demo.command import demo
 
     app = typer.Typer(
@@ -62,6 +63,7 @@ def _build_app() -> typer.Typer:
         pass
 
     app.command()(demo)
+    app.command()(bench)
     return app
 
 

@@ -27,6 +27,7 @@ LAYERS = {
     "torchferry.cli": "front door",
     "torchferry.demo": "front door",
     "torchferry.bench": "front door",
+    "torchferry.local": "front door",
     "torchferry.__main__": "front door",
 }
 # Importing the bare package runs its __init__, which opens the front doors.
@@ -86,7 +87,14 @@ OUTSIDE_WORLD = {
 }
 
 TERMINAL = {"typer", "rich"}
-TERMINAL_MODULES = ("torchferry.cli", "torchferry.demo", "torchferry.__main__")
+TERMINAL_MODULES = (
+    "torchferry.cli",
+    "torchferry.demo",
+    "torchferry.bench.command",
+    "torchferry.bench.asking",
+    "torchferry.bench.table",
+    "torchferry.__main__",
+)
 
 # Whatever turns bytes into calls.
 PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}

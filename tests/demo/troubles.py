@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchferry.demo import coordinator, happenings
 from torchferry.demo.coordinator import DemoFailed, play
-from torchferry.demo.crew import Crew, Gone, dismiss_server
+from torchferry.demo.crew import Crew, Gone
 from torchferry.demo.happenings import Happening
 from torchferry.demo.messages import (
     Begin,
@@ -31,6 +31,7 @@ from torchferry.demo.messages import (
 )
 from torchferry.demo.proof import compare
 from torchferry.demo.scenario import Scenario, Seat
+from torchferry.local import dismiss_server
 
 Scene = Callable[[], dict[str, object]]
 HELD_STEP = 5

@@ -46,7 +46,7 @@ def perform(scenario: Scenario, show: Show) -> int:
     """Play the scenario, show it, and return the exit code."""
     # Here, because they import torch, which takes seconds that `--help` need not take.
     from torchferry.demo.coordinator import DemoFailed, play
-    from torchferry.demo.crew import dismiss_server
+    from torchferry.local import dismiss_server
 
     show.title(scenario)
     try:

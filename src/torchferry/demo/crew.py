@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Self
@@ -20,6 +16,7 @@ from typing import Self
 from torchferry.demo import messages, worker
 from torchferry.demo.messages import Event, Order
 from torchferry.demo.scenario import Seat
+from torchferry.local import context_with
 
 # How long a process that was killed may take to be gone.
 _REAP_S = 10.0
@@ -64,7 +61,8 @@ class Crew:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self._context = _context()
+        # The optimizers import torch._dynamo when the first of them is made.
+        self._context = context_with(worker.__name__, "torch._dynamo")
 
     def __enter__(self) -> Self:
         return self
@@ -121,42 +119,3 @@ class Crew:
             member.channel.close()
             self._members.remove(member)
             return Gone(member.process.exitcode)
-
-
-def _context() -> BaseContext:
-    """How processes are made. On Linux, by a server that has imported torch, once for all of them.
-
-    To import torch with all that an optimizer needs takes some four seconds of a core. A process
-    forked from that server, which does nothing but import, has it at once. Elsewhere it is not safe
-    to fork with torch loaded, and each process starts from nothing.
-    """
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # The optimizers import torch._dynamo when the first of them is made.
-    context.set_forkserver_preload([worker.__name__, "torch._dynamo"])
-    # Ctrl-C in a terminal goes to every process in the foreground. Only the coordinator is to act
-    # on it, and "ignored" is inherited.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    except OSError:
-        # Its socket lies in TMPDIR, and the path of a socket has room for some 100 characters.
-        return multiprocessing.get_context("spawn")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return context
-
-
-def dismiss_server() -> None:
-    """End the process that `_context` has started, if it has; a next `Crew` would start another.
-
-    It would end by itself, but only once this process has ended, and to unload torch takes it a second
-    in which it looks left behind. multiprocessing has no public way to say so.
-    """
-    server = multiprocessing.forkserver._forkserver
-    pid = getattr(server, "_forkserver_pid", None)
-    stop = getattr(server, "_stop", None)
-    if pid is not None and stop is not None:
-        os.kill(pid, signal.SIGKILL)
-        stop()

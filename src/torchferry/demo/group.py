@@ -10,9 +10,7 @@ joins the next one.
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchferry.demo.scenario import Seat
+from torchferry.local import stay_on_this_machine
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -43,7 +42,7 @@ class Group:
         self._tickets = itertools.count()
         # Groups with a collective that is still blocked: to destroy one would block as well.
         self._abandoned: list[object] = []
-        _stay_on_this_machine()
+        stay_on_this_machine()
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -93,13 +92,6 @@ class Group:
         """Leave a group whose collective is still blocked, without waiting for it."""
         self._abandoned.append(self.world)
         self.leave()
-
-
-def _stay_on_this_machine() -> None:
-    # By default gloo binds to what the host's name resolves to, which on a laptop may be nothing.
-    loopbacks = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if loopbacks:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopbacks.pop())
 
 
 def _error_of(future: torch.futures.Future[list[Tensor]]) -> str | None:

@@ -1,0 +1,140 @@
+"""From what a user asks for to what is run, shown and written; and what can't be done, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torchferry.bench.crew import BenchFailed
+from torchferry.bench.measuring import measure, under_torchrun
+from torchferry.bench.results import Results, read_json, write_json
+from torchferry.bench.run import Plan
+from torchferry.bench.systems import SYSTEMS
+from torchferry.bench.table import Progress, print_results
+from torchferry.bench.works import Size, choose, works
+from torchferry.errors import BadArgument
+from torchferry.local import dismiss_server
+
+_MISUSED, _FAILED = 2, 1
+
+
+class Refused(Exception):
+    """What was asked for can't be done; `exit_code` is 2 if it was asked wrongly."""
+
+    def __init__(self, message: str, exit_code: int = _MISUSED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files to write, if any."""
+
+    json: Path | None = None
+
+    def check(self) -> None:
+        """See that they can be written: to learn it after the run would be a waste of it.
+
+        Raises:
+            Refused: one of them can't.
+        """
+        for file in (self.json,):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise Refused(f"{file} can't be written: there is no folder {file.parent}")
+            if file is not None and file.is_dir():
+                raise Refused(f"{file} can't be written: it is a folder")
+
+    def write(self, results: Results) -> list[Path]:
+        """Write them all, and return what was written.
+
+        Raises:
+            OSError: one can't be written.
+        """
+        written = []
+        if self.json is not None:
+            write_json(results, self.json)
+            written.append(self.json)
+        return written
+
+
+def make_plan(names: Sequence[str], systems: Sequence[str], size: str, repeats: int | None) -> Plan:
+    """Find out what is meant.
+
+    Raises:
+        Refused: there is no such work, system or size.
+    """
+    chosen = _size(size)
+    try:
+        return Plan(
+            size=chosen,
+            works=tuple(choose(names, [work.name for work in works(chosen)], "work")),
+            systems=tuple(choose(systems, list(SYSTEMS), "system")),
+            repeats=repeats or chosen.repeats,
+        )
+    except BadArgument as error:
+        raise Refused(str(error)) from None
+
+
+def read_results(file: Path) -> Results:
+    """Read what an earlier run has written.
+
+    Raises:
+        Refused: it can't be read, or is something else.
+    """
+    try:
+        return read_json(file)
+    except (OSError, BadArgument) as error:
+        raise Refused(str(error)) from None
+
+
+def measure_and_show(plan: Plan, command: str, console: Console) -> Results | None:
+    """Measure, and say meanwhile what is going on; None on a rank that has nothing to show.
+
+    Raises:
+        Refused: the run failed.
+    """
+    progress = Progress(console)
+    try:
+        return measure(plan, command, progress)
+    except (BenchFailed, RuntimeError) as failure:
+        raise Refused(str(failure), _FAILED) from None
+    finally:
+        progress.done()
+        if not under_torchrun():
+            dismiss_server()
+
+
+def show(results: Results, outputs: Outputs, console: Console) -> int:
+    """Print and write the results; returns the exit code."""
+    print_results(results, console)
+    for file in outputs.write(results):
+        console.print(f"wrote {file}", highlight=False)
+    ferries = {one.name for one in results.systems if one.kind == "ferry"}
+    return _FAILED if any(one.failed and one.system in ferries for one in results.series) else 0
+
+
+def print_choices(console: Console, size: str) -> None:
+    """Print what there is to choose from.
+
+    Raises:
+        Refused: there is no such size.
+    """
+    table = Table("work", f"what it is, at size {size}", "processes")
+    for work in works(_size(size)):
+        table.add_row(work.name, work.title, str(1 + max(case.receivers for case in work.cases)))
+    console.print(table)
+    systems = Table("system", "what it is", "")
+    for system in SYSTEMS.values():
+        systems.add_row(system.name, system.title, system.missing() or "")
+    console.print(systems)
+
+
+def _size(size: str) -> Size:
+    try:
+        return Size(size)
+    except ValueError:
+        raise Refused(f"there is no size {size!r}; there are: {', '.join(Size)}") from None
