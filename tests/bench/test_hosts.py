@@ -69,16 +69,6 @@ with cluster(2) as built:
 """
 
 
-@pytest.fixture(scope="module")
-def the_rights() -> None:
-    """Skip, saying why, where no cluster can be built."""
-    try:
-        with cluster(1):
-            pass
-    except ClusterRefused as refusal:
-        pytest.skip(str(refusal))
-
-
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Whatever a test does, it leaves no namespace behind. Those of others are not looked at."""

@@ -16,6 +16,7 @@ Rules it lives by:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import os
@@ -45,6 +46,10 @@ _MOST_HOSTS = 200
 _REAP_S = 10.0
 _NAME = re.compile(r"tf(\d+)-(\d+)-\d+-(?:switch|h\d+)")
 _numbers = itertools.count()
+# Where ip keeps them.
+_NAMESPACES = Path("/run/netns")
+# From linux/sched.h.
+_CLONE_NEWNET = 0x40000000
 # From linux/capability.h: to configure networks, and to make namespaces.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 # Not on everybody's path, and ip and tc are in there.
@@ -67,6 +72,19 @@ class Host:
     def command(self, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on this host. It replaces itself, so the process is `argv`'s own."""
         return [_tool("ip"), "netns", "exec", self.namespace, *argv]
+
+    def enter(self) -> None:
+        """Move the calling thread onto this host, and with it every thread and process that it starts.
+
+        Raises:
+            OSError: there is no such host any more, or no right to enter it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (_NAMESPACES / self.namespace).open() as namespace:
+            # os.setns is only in Python 3.12.
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), self.namespace)
 
 
 @contextlib.contextmanager
@@ -130,7 +148,7 @@ def remove_leftovers() -> list[str]:
 def namespaces() -> list[str]:
     """List the namespaces that exist and that some run has built, this one or another."""
     try:
-        found = sorted(entry.name for entry in Path("/run/netns").iterdir())
+        found = sorted(entry.name for entry in _NAMESPACES.iterdir())
     except FileNotFoundError:
         return []
     return [name for name in found if _NAME.fullmatch(name)]

@@ -1,0 +1,127 @@
+"""From a cluster to results, and to what is printed of them: each time as a multiple of that of one link."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich import box
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from torchferry.bench.fanout_works import ONE_LINK, fanout_works
+from torchferry.bench.fleet import run_on
+from torchferry.bench.hosts import cluster
+from torchferry.bench.machine import describe_machine
+from torchferry.bench.marks import judge
+from torchferry.bench.results import Results, Series, SystemTitle, WorkTitle, find
+from torchferry.bench.run import Began, Event, Measured, Took
+from torchferry.bench.systems import SYSTEMS
+from torchferry.bench.table import print_results
+from torchferry.bench.wording import say_seconds
+from torchferry.bench.works import Size
+from torchferry.local import dismiss_server
+
+_REPEATS = {Size.SMOKE: 1, Size.SMALL: 3, Size.FULL: 5}
+
+
+def measure(size: Size, hosts: int, repeats: int | None, command: str, console: Console) -> Results:
+    """Build a cluster, measure everything on it, remove it, and return what was found.
+
+    Raises:
+        ClusterRefused: no cluster can be built here.
+        FleetFailed: the measuring could not be brought to its end.
+    """
+    progress = _Progress(console)
+    rounds = repeats or _REPEATS[size]
+    try:
+        with cluster(hosts) as built:
+            console.print(f"{hosts} hosts are built, with links of 1 Gbit/s", highlight=False)
+            run_on(built, size, rounds, progress)
+    finally:
+        progress.done()
+        dismiss_server()
+    works = fanout_works(size, hosts)
+    series = progress.series
+    return Results(
+        command=command,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        size=size,
+        repeats=rounds,
+        machine=describe_machine(),
+        works=tuple(WorkTitle(work.name, work.title, work.axis) for work in works),
+        systems=tuple(SystemTitle(one.name, one.title, one.kind) for one in SYSTEMS.values()),
+        series=tuple(series),
+        judgements=tuple(judge(work.name, mark, series) for work in works for mark in work.marks),
+    )
+
+
+def print_all(results: Results, console: Console) -> None:
+    """Print the growth with the number of receivers, all figures, and the marks."""
+    console.print(growth_table(results))
+    print_results(results, console)
+
+
+def growth_table(results: Results) -> Table:
+    """Each case of fan-out by each system, as a multiple of the time of one link."""
+    table = Table(
+        "receivers",
+        "system",
+        title="as a multiple of the time of one link, which is torchferry's to one receiver",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("median", "× one link", "between"):
+        table.add_column(name, justify="right", no_wrap=True)
+    one_link = find(results.series, ONE_LINK.case, ONE_LINK.system)
+    for series in results.of("fan-out"):
+        title = results.system_title(series.system).title
+        relays = ", relays off" if series.case.endswith("-direct") else ""
+        table.add_row(str(series.receivers), f"{title}{relays}", *_against(series, one_link))
+    return table
+
+
+def _against(series: Series, one_link: Series | None) -> list[str]:
+    spread, base = series.spread(), one_link.spread() if one_link is not None else None
+    if spread is None or base is None:
+        return [series.problem or "not measured"]
+    ratio = spread.over(base)
+    return [say_seconds(spread.median), f"{ratio.median:.2f}×", f"{ratio.low:.2f} and {ratio.high:.2f}"]
+
+
+class _Progress:
+    """Collects what is measured, and says meanwhile what is going on: in a log, a line a round."""
+
+    def __init__(self, console: Console) -> None:
+        self.series: list[Series] = []
+        self._console = console
+        self._status: Status | None = None
+        self._began = Began("", "")
+        self._round = ""
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Began():
+                self._began = event
+            case Took(system, number, seconds):
+                which = f"{self._began.work}, {f'round {number}' if number else 'warm-up'}"
+                if self._console.is_terminal:
+                    self._show(f"{which}: {self._began.case} by {system} took {say_seconds(seconds)}")
+                elif which != self._round:
+                    self._console.print(f"measuring {which}", highlight=False)
+                self._round = which
+            case Measured(series):
+                self.series.append(series)
+
+    def done(self) -> None:
+        """Leave the line to others."""
+        if self._status is not None:
+            self._status.stop()
+
+    def _show(self, text: str) -> None:
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
