@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from torchferry.bench import markdown, page
 from torchferry.bench.crew import BenchFailed
 from torchferry.bench.measuring import measure, under_torchrun
 from torchferry.bench.results import Results, read_json, write_json
@@ -35,6 +36,8 @@ class Outputs:
     """The files to write, if any."""
 
     json: Path | None = None
+    report: Path | None = None
+    markdown: Path | None = None
 
     def check(self) -> None:
         """See that they can be written: to learn it after the run would be a waste of it.
@@ -42,7 +45,7 @@ class Outputs:
         Raises:
             Refused: one of them can't.
         """
-        for file in (self.json,):
+        for file in (self.json, self.report, self.markdown):
             if file is not None and not file.absolute().parent.is_dir():
                 raise Refused(f"{file} can't be written: there is no folder {file.parent}")
             if file is not None and file.is_dir():
@@ -58,25 +61,51 @@ class Outputs:
         if self.json is not None:
             write_json(results, self.json)
             written.append(self.json)
+        if self.report is not None:
+            self.report.write_text(page.render(results), encoding="utf-8")
+            written.append(self.report)
+        if self.markdown is not None:
+            written += markdown.write(results, self.markdown)
         return written
 
 
-def make_plan(names: Sequence[str], systems: Sequence[str], size: str, repeats: int | None) -> Plan:
-    """Find out what is meant.
+@dataclass(frozen=True)
+class Question:
+    """What was asked to be measured; works and systems by name or pattern, all of them if none is given."""
 
-    Raises:
-        Refused: there is no such work, system or size.
-    """
-    chosen = _size(size)
-    try:
-        return Plan(
-            size=chosen,
-            works=tuple(choose(names, [work.name for work in works(chosen)], "work")),
-            systems=tuple(choose(systems, list(SYSTEMS), "system")),
-            repeats=repeats or chosen.repeats,
-        )
-    except BadArgument as error:
-        raise Refused(str(error)) from None
+    size: str
+    works: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
+    repeats: int | None = None
+
+    def plan(self) -> Plan:
+        """Find out what is meant.
+
+        Raises:
+            Refused: there is no such work, system or size.
+        """
+        size = _size(self.size)
+        try:
+            return Plan(
+                size=size,
+                works=tuple(choose(self.works, [work.name for work in works(size)], "work")),
+                systems=tuple(choose(self.systems, list(SYSTEMS), "system")),
+                repeats=self.repeats or size.repeats,
+            )
+        except BadArgument as error:
+            raise Refused(str(error)) from None
+
+    @property
+    def command(self) -> str:
+        """How to ask it again. Where the results were written to is nobody else's concern.
+
+        >>> Question("small", works=("big-*",), repeats=3).command
+        "torchferry bench --size small --work 'big-*' --repeats 3"
+        """
+        words = ["torchferry", "bench", "--size", self.size]
+        words += [word for work in self.works for word in ("--work", work)]
+        words += [word for system in self.systems for word in ("--system", system)]
+        return shlex.join(words + ([] if self.repeats is None else ["--repeats", str(self.repeats)]))
 
 
 def read_results(file: Path) -> Results:
@@ -91,15 +120,16 @@ def read_results(file: Path) -> Results:
         raise Refused(str(error)) from None
 
 
-def measure_and_show(plan: Plan, command: str, console: Console) -> Results | None:
+def measure_and_show(question: Question, console: Console) -> Results | None:
     """Measure, and say meanwhile what is going on; None on a rank that has nothing to show.
 
     Raises:
-        Refused: the run failed.
+        Refused: there is nothing of that name, or the run failed.
     """
+    plan = question.plan()
     progress = Progress(console)
     try:
-        return measure(plan, command, progress)
+        return measure(plan, question.command, progress)
     except (BenchFailed, RuntimeError) as failure:
         raise Refused(str(failure), _FAILED) from None
     finally:
@@ -109,10 +139,19 @@ def measure_and_show(plan: Plan, command: str, console: Console) -> Results | No
 
 
 def show(results: Results, outputs: Outputs, console: Console) -> int:
-    """Print and write the results; returns the exit code."""
+    """Write and print the results; returns the exit code.
+
+    Raises:
+        Refused: a file can't be written.
+    """
+    # Written first: what took so long is not to be lost because a terminal is.
+    try:
+        written = outputs.write(results)
+    except OSError as error:
+        raise Refused(f"the results can't be written: {error}", _FAILED) from None
     print_results(results, console)
-    for file in outputs.write(results):
-        console.print(f"wrote {file}", highlight=False)
+    for file in written:
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
     ferries = {one.name for one in results.systems if one.kind == "ferry"}
     return _FAILED if any(one.failed and one.system in ferries for one in results.series) else 0
 

@@ -1,6 +1,5 @@
 """`torchferry bench`: its options, what it writes, and its exit code."""
 
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -31,6 +30,10 @@ def bench(
         int | None, typer.Option(min=1, max=1000, help="How often each is measured, after one warm-up.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write a document with tables, and its plots beside it.")
+    ] = None,
     read: Annotated[
         Path | None, typer.Option("--from", help="Measure nothing: show what --json has written.")
     ] = None,
@@ -53,12 +56,15 @@ def bench(
         if list_:
             asking.print_choices(console, size)
             return
-        outputs = asking.Outputs(json=json)
+        outputs = asking.Outputs(json=json, report=report, markdown=markdown)
         outputs.check()
         if read is not None:
             raise typer.Exit(asking.show(asking.read_results(read), outputs, console))
-        plan = asking.make_plan(work or [], system or [], size, repeats)
-        results = asking.measure_and_show(plan, _command_line(), console)
+        question = asking.Question(size, tuple(work or ()), tuple(system or ()), repeats)
+        results = asking.measure_and_show(question, console)
+        # Under torchrun, one rank shows what all have measured.
+        if results is not None:
+            raise typer.Exit(asking.show(results, outputs, console))
     except asking.Refused as refusal:
         console.print(
             f"[bold red]Not done[/bold red]: {escape(str(refusal))}", soft_wrap=True, highlight=False
@@ -67,13 +73,6 @@ def bench(
     except KeyboardInterrupt:
         console.print("Interrupted; all processes have been stopped.")
         raise typer.Exit(_INTERRUPTED) from None
-    if results is not None:
-        raise typer.Exit(asking.show(results, outputs, console))
-
-
-def _command_line() -> str:
-    # By its name: where it lies on this machine is nobody's concern.
-    return shlex.join(["torchferry", *sys.argv[1:]])
 
 
 def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:

@@ -25,6 +25,7 @@ _REAP_S = 10.0
 _SILENCE_S = 2 * TAKE_TIMEOUT_S + 120.0
 # After one rank has failed, the others may have more to say of it than that it is gone.
 _LAST_WORDS_S = 1.0
+_SHOWN_LINES = 5
 
 
 class BenchFailed(Exception):
@@ -33,9 +34,13 @@ class BenchFailed(Exception):
 
 @dataclass(frozen=True)
 class _Member:
-    rank: int
+    seat: Seat
     process: BaseProcess
     channel: Connection
+
+    @property
+    def rank(self) -> int:
+        return self.seat.rank
 
 
 def run_here(plan: Plan, ranks: int, tell: Tell) -> None:
@@ -75,7 +80,7 @@ def _listen(member: _Member, waiting: dict[Connection, _Member], tell: Tell) -> 
         others = [one for one in waiting.values() if one is not member]
         raise BenchFailed(
             f"the process of rank {member.rank} ended with exit code {member.process.exitcode}"
-            + "".join(_last_words(others))
+            + "".join([*_muttered(member), *_last_words(others)])
         ) from None
     match word:
         case Finished():
@@ -85,6 +90,14 @@ def _listen(member: _Member, waiting: dict[Connection, _Member], tell: Tell) -> 
         case _:
             tell(word)
             return False
+
+
+def _muttered(member: _Member) -> list[str]:
+    """The end of what a process has printed, which may say why it ended."""
+    with contextlib.suppress(OSError):
+        printed = member.seat.muttering.read_text(errors="replace").splitlines()
+        return [f"\n  it printed: {line}" for line in printed[-_SHOWN_LINES:]]
+    return []
 
 
 def _last_words(members: list[_Member]) -> Iterator[str]:
@@ -108,17 +121,18 @@ def _members(plan: Plan, ranks: int, folder: Path) -> Iterator[list[_Member]]:
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
+            seat = Seat(rank, ranks, store.port, str(folder))
             # mypy's view of a context does not know that the contexts have processes.
             process: BaseProcess = context.Process(  # type: ignore[attr-defined]
                 target=worker.main,
-                args=(theirs, Seat(rank, ranks, store.port, str(folder)), plan),
+                args=(theirs, seat, plan),
                 name=f"torchferry-bench-{rank}",
                 daemon=True,
             )
             process.start()
             # Only the worker holds its end now; when it dies, ours is at its end.
             theirs.close()
-            members.append(_Member(rank, process, ours))
+            members.append(_Member(seat, process, ours))
         yield members
     finally:
         for member in members:

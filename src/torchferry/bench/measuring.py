@@ -52,7 +52,7 @@ def make_results(plan: Plan, command: str, series: list[Series], left_out: list[
         size=plan.size,
         repeats=plan.repeats,
         machine=describe_machine(),
-        works=tuple(WorkTitle(work.name, work.title, work.axis) for work in plan.chosen()),
+        works=tuple(WorkTitle(work.name, work.title, work.axis, work.shows) for work in plan.chosen()),
         systems=tuple(SystemTitle(one.name, one.title, one.kind) for one in SYSTEMS.values()),
         series=tuple(series),
         judgements=tuple(judge(work.name, mark, series) for work in plan.chosen() for mark in work.marks),

@@ -95,11 +95,16 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class WorkTitle(msgspec.Struct, frozen=True):
-    """What a work is called, for those who read the results, and what its axis is, if it has one."""
+    """What a work is called, for those who read the results, and what there is to see of it.
+
+    `axis` is what its cases differ in, if they are points of a curve. `shows` is what its bars are, if they
+    are not: "rate", "time", "wire" or "memory".
+    """
 
     name: str
     title: str
     axis: str | None = None
+    shows: str = "rate"
 
 
 class SystemTitle(msgspec.Struct, frozen=True):

@@ -10,13 +10,12 @@ from rich.table import Table
 
 from torchferry.bench.results import Judgement, Results, Series, find
 from torchferry.bench.run import Began, Event, LeftOut, Measured, Took
-from torchferry.bench.wording import say_bytes, say_comparison, say_rate, say_ratio, say_seconds, say_wanted
+from torchferry.bench.wording import COLUMNS, say_ratio, say_seconds, say_series, say_wanted
 from torchferry.bench.works import TORCH
 
-
 _LEGEND = (
-    "median: from the common start to the last side's end. spread: between the quartiles, as a part of the median. "
-    f"rate: to all receivers together. to {TORCH}: how many times as fast; within noise if the quartiles overlap."
+    "median: from the common start to the end of the last side. spread: between the quartiles, as a part "
+    f"of it. rate: to all receivers together. to {TORCH}: times as fast; within noise if quartiles overlap."
 )
 
 
@@ -88,7 +87,7 @@ def _work_table(title: str, series: list[Series]) -> Table:
     if several:
         table.add_column("case", no_wrap=True)
     table.add_column("system", no_wrap=True)
-    for name in ("median", "spread", "rate", "on the wire", "memory"):
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"to {TORCH}")
     for one, following in zip(series, [*series[1:], None], strict=True):
@@ -99,20 +98,10 @@ def _work_table(title: str, series: list[Series]) -> Table:
 
 
 def _row(one: Series, baseline: Series | None) -> list[str]:
-    spread = one.spread()
-    if spread is None:
-        style = "red" if one.failed else "dim"
-        return [one.system, *[""] * 5, f"[{style}]{escape(one.problem or 'not measured')}[/{style}]"]
-    take = one.takes[-1]
-    return [
-        one.system,
-        say_seconds(spread.median),
-        f"{spread.noise:.0%}" if len(one.takes) > 1 else "one take",
-        say_rate(one.bytes_per_second or 0.0),
-        "" if take.wire_bytes is None else say_bytes(take.wire_bytes),
-        "" if take.peak_bytes is None else say_bytes(take.peak_bytes),
-        say_comparison(one, baseline),
-    ]
+    if cells := say_series(one, baseline):
+        return [one.system, *cells]
+    style = "red" if one.failed else "dim"
+    return [one.system, *[""] * len(COLUMNS), f"[{style}]{escape(one.problem or 'not measured')}[/{style}]"]
 
 
 def _table(title: str, *headers: str) -> Table:

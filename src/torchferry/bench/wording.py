@@ -4,6 +4,29 @@ from __future__ import annotations
 
 from torchferry.bench.results import Judgement, Series
 
+# What the figures mean, for those who read them.
+_METHOD = """
+Rank 0 sends, the others receive, each a process of its own. All start together after a barrier; a take
+lasts until the last side is done. Systems take turns (A B C A B C …), so that what else the machine does
+happens to all of them alike. The first round warms up and is not counted; what takes longer than eight
+seconds in it is not repeated.
+
+After each take, outside the time, every tensor that arrived is compared with the one that was sent, bit
+for bit, by digests of 128 bits. Memory that is received into is overwritten with a pattern before each
+take.
+
+Times are medians. The spread is the distance between the quartiles, as a part of the median. Two systems
+are within noise of each other if their quartiles overlap; a mark is, if it lies between the ratios at the
+quartiles. The rate is the state's bytes, to all receivers together, over the median.
+
+Bytes on the wire are what the kernel counts on the TCP sockets of the busiest receiver. Memory is by how
+much the process that grew most grew at its peak, as the kernel counts it, in the warm-up or the take
+itself; what is received fresh is part of it.
+"""
+METHOD = tuple(" ".join(paragraph.split()) for paragraph in _METHOD.split("\n\n"))
+
+COLUMNS = ("median", "spread", "rate", "on the wire", "memory")
+
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB")
 
@@ -65,6 +88,23 @@ def say_ratio(judgement: Judgement) -> str:
         return "–"
     ratio, low, high = (_two(one) for one in (judgement.ratio, judgement.low, judgement.high))
     return f"{ratio}{judgement.unit} ({low} to {high})" if low != high else f"{ratio}{judgement.unit}"
+
+
+def say_series(series: Series, baseline: Series | None) -> list[str] | None:
+    """What was measured, under `COLUMNS`, and how it compares; None if nothing was."""
+    spread = series.spread()
+    if spread is None:
+        return None
+    wires = [take.wire_bytes for take in series.takes if take.wire_bytes is not None]
+    peaks = [take.peak_bytes for take in series.takes if take.peak_bytes is not None]
+    return [
+        say_seconds(spread.median),
+        f"{spread.noise:.0%}" if len(series.takes) > 1 else "one take",
+        say_rate(series.bytes_per_second or 0.0),
+        say_bytes(max(wires)) if wires else "",
+        say_bytes(max(peaks)) if peaks else "",
+        say_comparison(series, baseline),
+    ]
 
 
 def say_comparison(series: Series, baseline: Series | None) -> str:

@@ -34,6 +34,11 @@ class Seat(msgspec.Struct, frozen=True):
     store_port: int
     folder: str
 
+    @property
+    def muttering(self) -> Path:
+        """Where goes what this process prints."""
+        return Path(self.folder) / f"printed-by-{self.rank}.txt"
+
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """This rank is through."""
@@ -54,7 +59,8 @@ def main(channel: Connection, seat: Seat, plan: Plan) -> NoReturn:
     """Run one rank to its end, or to that of the process that has started it."""
     # Ctrl-C goes to the parent too, and the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _leave_with_the_parent(channel, Path(seat.folder))
+    _leave_with_the_parent(channel, seat)
+    _mutter(seat.muttering)
     # What was imported stays: not to look through it makes the collections between takes short.
     gc.freeze()
     # As torchrun does: the ranks are as many as the cores, or more.
@@ -66,8 +72,10 @@ def main(channel: Connection, seat: Seat, plan: Plan) -> NoReturn:
         say(channel, Finished())
         status = 0
     except Exception:
-        with contextlib.suppress(OSError):
+        try:
             say(channel, Crashed(traceback.format_exc()))
+        except OSError:
+            _clear_up(seat)
     finally:
         # Without the interpreter's clean-up, which would wait for what is still blocked.
         os._exit(status)
@@ -91,19 +99,31 @@ def hear(channel: Connection) -> Word:
     return _words.decode(channel.recv_bytes())
 
 
+def _mutter(file: Path) -> None:
+    """Have all that is printed here, by the systems or by torch, go to a file and not into the table."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for printed in (1, 2):
+        os.dup2(descriptor, printed)
+    os.close(descriptor)
+
+
 def _join(seat: Seat) -> None:
     stay_on_this_machine()
     store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, timeout=_MEETING_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=PATIENCE)
 
 
-def _leave_with_the_parent(channel: Connection, folder: Path) -> None:
+def _leave_with_the_parent(channel: Connection, seat: Seat) -> None:
     def watch() -> None:
         # The parent says nothing; that this returns means that it is gone.
         with contextlib.suppress(EOFError, OSError):
             channel.recv_bytes()
-        # It can't clear up any more, and what lies on tmpfs is memory.
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear_up(seat)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _clear_up(seat: Seat) -> None:
+    """Do what the parent no longer can: what lies on tmpfs is memory."""
+    shutil.rmtree(seat.folder, ignore_errors=True)

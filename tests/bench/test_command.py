@@ -1,0 +1,196 @@
+"""`torchferry bench` as a user runs it: the whole of it at its smallest, and what it says when it can't."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.bench.samples import a_whole_run
+from torchferry import cli
+from torchferry.bench.results import Results, read_json, write_json
+from torchferry.bench.systems import SYSTEMS
+from torchferry.bench.works import FERRY, Size, works
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "torchferry.cli", "bench"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+# Far more than it takes on an idle machine, where it is some ten seconds.
+DEADLINE_S = 240.0
+MEMORY = Path("/dev/shm")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(
+        cli._build_app(), ["bench", *arguments], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
+    return result.exit_code, result.output
+
+
+def run(*arguments: str, command: list[str] | None = None) -> str:
+    done = subprocess.run(
+        [*(command or COMMAND), *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def folders() -> set[Path]:
+    return set(MEMORY.glob("torchferry-bench-*")) if MEMORY.is_dir() else set()
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str, Path]:
+    """Every work at its smallest, by the real command, with everything that it can write."""
+    folder = tmp_path_factory.mktemp("bench")
+    outputs = ["--json", "results.json", "--report", "out.html", "--markdown", "benchmarks.md"]
+    given = [str(folder / word) if "." in word else word for word in outputs]
+    printed = run("--size", "smoke", *given)
+    return read_json(folder / "results.json"), printed, folder
+
+
+class TestTheSmallestRun:
+    def test_has_every_case_of_every_work(self, smoke: tuple[Results, str, Path]) -> None:
+        results, _, _ = smoke
+        expected = {(case.name, FERRY) for work in works(Size.SMOKE) for case in work.cases}
+        measured = {(one.case, one.system) for one in results.series if one.takes}
+        assert expected <= measured
+
+    def test_has_every_system_that_is_installed(self, smoke: tuple[Results, str, Path]) -> None:
+        results, _, _ = smoke
+        installed = {name for name, system in SYSTEMS.items() if system.missing() is None}
+        assert installed == {one.system for one in results.series if one.takes}
+        assert {FERRY, "torch-pg", "raw", "memcpy", "torch-save", "dcp"} <= installed
+
+    def test_delivers_everything_right(self, smoke: tuple[Results, str, Path]) -> None:
+        results, _, _ = smoke
+        assert [one for one in results.series if one.problem] == []
+
+    def test_judges_every_mark(self, smoke: tuple[Results, str, Path]) -> None:
+        results, printed, _ = smoke
+        marks = [mark.title for work in works(Size.SMOKE) for mark in work.marks]
+        assert [one.title for one in results.judgements] == marks
+        assert [one.problem for one in results.judgements if one.ratio is None] == []
+        assert printed.count("reached") >= len(marks)
+
+    def test_counts_the_bytes_of_views_once(self, smoke: tuple[Results, str, Path]) -> None:
+        results, _, _ = smoke
+        wire = {one.system: one.takes[0].wire_bytes for one in results.of("views")}
+        needed = results.of("views")[0].state_bytes
+        assert needed <= (wire[FERRY] or 0) < 1.1 * needed
+        assert (wire["torch-pg"] or 0) > 9 * needed
+
+    def test_writes_the_page_and_the_document(self, smoke: tuple[Results, str, Path]) -> None:
+        results, printed, folder = smoke
+        assert "<svg" in (folder / "out.html").read_text()
+        assert "## The marks" in (folder / "benchmarks.md").read_text()
+        assert f"wrote {folder / 'results.json'}" in printed
+        assert str(folder) not in results.command
+
+    def test_says_that_its_marks_are_for_another_size(self, smoke: tuple[Results, str, Path]) -> None:
+        assert "The marks are for --size full; this was smoke." in smoke[1]
+
+    def test_leaves_nothing_in_memory(self, smoke: tuple[Results, str, Path]) -> None:
+        assert folders() == set()
+
+
+class TestUnderTorchrun:
+    def test_it_uses_the_ranks_that_are_there(self) -> None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        printed = run(
+            *("--size", "smoke", "--work", "small-fresh", "--work", "receivers", "--system", "torchferry"),
+            command=[*torchrun, "torchferry.cli", "bench"],
+        )
+        assert "left out: receivers-2 needs 3 ranks, and there are 2" in printed
+        assert printed.count("the marks") == 1
+
+
+class TestWhatMakesNoSense:
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--work", "bog-fresh"], "there is no work 'bog-fresh'; there are: memory, small-fresh"),
+            (["--work", "huge-*"], "there is no work 'huge-*'"),
+            (["--system", "carrier-pigeon"], "there is no system 'carrier-pigeon'; there are: torchferry"),
+            (["--size", "enormous"], "there is no size 'enormous'; there are: smoke, small, full"),
+            (["--json", "no/such/folder/out.json"], "there is no folder no/such/folder"),
+            (["--report", "."], "it is a folder"),
+            (["--from", "nothing.json"], "nothing.json"),
+            (["--repeats", "0"], "--repeats"),
+        ],
+    )
+    def test_is_refused_by_name_before_anything_runs(self, arguments: list[str], complaint: str) -> None:
+        code, output = invoke(*arguments)
+        assert code == 2
+        assert complaint in " ".join(output.split())
+        assert "Traceback" not in output
+
+
+class TestWithoutARun:
+    def test_the_choices_are_listed(self) -> None:
+        code, output = invoke("--list")
+        assert code == 0
+        for name in [*(work.name for work in works(Size.FULL)), *SYSTEMS]:
+            assert name in output
+
+    def test_an_earlier_one_can_be_shown_again(self, tmp_path: Path) -> None:
+        write_json(a_whole_run(), tmp_path / "results.json")
+        code, output = invoke(
+            "--from", str(tmp_path / "results.json"), "--report", str(tmp_path / "out.html")
+        )
+        assert code == 0
+        assert "the marks" in output
+        assert (tmp_path / "out.html").exists()
+
+
+class TestARunThatIsCutOff:
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+    def test_leaves_neither_processes_nor_files(self, how: signal.Signals) -> None:
+        before = folders()
+        process = subprocess.Popen(
+            [*COMMAND, "--size", "smoke", "--work", "small-*", "--repeats", "1000", "--system", "torch*"],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "measuring" in line:
+                    break
+            process.send_signal(how)
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        end = time.monotonic() + 15
+        while (left := _living(process.pid) or folders() - before) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left
+
+
+def _living(session: int) -> list[int]:
+    """The processes of a session that are still there, the dead that nobody has buried not counted."""
+    living = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = entry.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(its_session) == session and state != "Z":
+            living.append(int(entry.parent.name))
+    return living
