@@ -207,7 +207,14 @@ class StepMismatch(PeerError):
 
 
 class PeerGaveUp(PeerError):
-    """The sender ended the transfer before it was complete, and said why."""
+    """The transfer was ended before it was complete, by its sender or by who was to forward it.
+
+    `culprit` is the rank whose fault it is, if that is known: not always the one that said so.
+    """
+
+    def __init__(self, what: str, *, culprit: int | None = None, peer: int | None = None) -> None:
+        super().__init__(what, peer=peer)
+        self.culprit = culprit
 
 
 class LinkError(FerryError):

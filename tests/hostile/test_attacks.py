@@ -19,6 +19,7 @@ import torch
 
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
 from tests.hostile.attacks.base import ATTACKS, Attack
+from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
 from torchferry.engine import Pull, pull
 from torchferry.engine.receiving import _plan
@@ -92,7 +93,8 @@ def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     for number, message in enumerate(payload):
-        link.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 1, Tags(0).message(number))
+        tag = Tags(0, 0).of(Message(number, 0, 1, len(message)))
+        link.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 1, tag)
     # It sends no more, so that a receiver that drains what it refuses does not wait.
     network.close(0)
     decode = partial(decode_any, allow_pickle=False)

@@ -12,10 +12,11 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.hostile.attacks.base import framed
 from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.states import Recipe, build
 from torchferry.core.boxes import boxes, items_below
-from torchferry.core.codec import MAGIC, VERSION, Envelope, decode, encode
+from torchferry.core.codec import MAGIC, Envelope, decode, encode
 from torchferry.core.extents import (
     Extent,
     extents_of,
@@ -104,17 +105,26 @@ def test_chunks_part_an_extent_in_order_and_never_an_item(tensors: list[TensorSp
 
 
 @settings(max_examples=300)
-@given(families(), st.integers(16, 200))
-def test_a_plan_carries_each_used_byte_once(tensors: list[TensorSpec], chunk_bytes: int) -> None:
-    plan = make_plan(Manifest(0, (), (), tuple(tensors), (_CAPACITY, _CAPACITY)), chunk_bytes)
+@given(families(), st.integers(16, 200), st.integers(0, 16))
+def test_a_plan_carries_each_used_byte_once(
+    tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int
+) -> None:
+    plan = make_plan(Manifest(0, (), (), tuple(tensors), (_CAPACITY, _CAPACITY)), chunk_bytes, pack_bytes)
     used = {(spec.storage, byte) for spec in tensors for item in items_of(spec) for byte in item}
     assert plan.payload_bytes == len(used)
     positions: Counter[int] = Counter()
+    carried = 0
     for number, message in enumerate(plan.messages):
-        assert message.number == number
-        assert message.position == positions[message.extent]
-        assert message.nbytes == message.piece.nbytes
-        positions[message.extent] += message.nbytes
+        chunks = plan.chunks_of(message)
+        assert (message.number, message.first) == (number, carried)
+        assert message.nbytes == sum(chunk.nbytes for chunk in chunks) <= chunk_bytes
+        assert len(chunks) == 1 or all(chunk.nbytes < pack_bytes for chunk in chunks)
+        carried = message.end
+        for chunk in chunks:
+            assert chunk.position == positions[chunk.extent]
+            assert chunk.nbytes == chunk.piece.nbytes
+            positions[chunk.extent] += chunk.nbytes
+    assert carried == len(plan.chunks)
     assert [positions[n] for n in range(len(plan.extents))] == [e.nbytes for e in plan.extents]
 
 
@@ -241,8 +251,8 @@ _MUTATIONS = st.lists(
 
 
 def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
-    """Damage a frame, but for the bytes that say that it is one."""
-    head, body = frame[: len(MAGIC) + 1], bytearray(frame[len(MAGIC) + 1 :])
+    """Damage what a frame says, and sign it anew so that the damage is read and not only noticed."""
+    body = bytearray(frame[len(framed(b"")) :])
     for how, where, byte in mutations:
         at = int(where * len(body))
         if how == "insert":
@@ -255,7 +265,7 @@ def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
             body[at:at] = body[at : at + byte]
         elif body:
             body[at] = byte
-    return head + bytes(body)
+    return framed(bytes(body))
 
 
 @settings(max_examples=400)
@@ -272,6 +282,6 @@ def test_a_damaged_frame_is_refused_or_says_something_else(
 @settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_frame_are_refused_or_are_one_after_all(body: bytes) -> None:
-    for frame in (body, MAGIC + body, MAGIC + bytes([VERSION]) + body):
+    for frame in (body, MAGIC + body, framed(body)):
         with suppress(BadManifest):
             decode(frame)

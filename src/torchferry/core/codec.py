@@ -21,15 +21,16 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder, Ext
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.extents import ITEM_BYTES
+from torchferry.core.extents import ITEM_BYTES, figure_of
 from torchferry.core.manifest import MAX_DIMS, Branch, Count, Manifest, Special, TensorSpec, Value
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.protocol import NONCE_BYTES
+from torchferry.core.routes import Route
 from torchferry.core.tree import MAX_DEPTH, keys_of
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
-VERSION = 1
+VERSION = 2
 _PREAMBLE = struct.Struct("<4sBQ")
 
 MAX_PATH_BYTES = 1 << 29
@@ -37,6 +38,7 @@ MAX_PATH_BYTES = 1 << 29
 tree's paths can be a thousand times as long as its frame."""
 
 _COUNTABLE = 2**63 - 1
+_ITEM_SIZES = frozenset({1, 2, 4, 8, 16})
 
 _COPIED_BYTES = 1 << 10
 """Extensions longer than this stay where they are, in the frame: nested in each other they would be copied
@@ -46,8 +48,9 @@ as often as they are deep."""
 class Envelope(Struct, frozen=True, array_like=True):
     """A manifest with what the plan and the receiver need beside it.
 
-    `serial` and `nonce` tell transfers apart; `digests` has one for each message if they were made ahead,
-    `sealed` says that they come in seals instead.
+    `chunk_bytes` and `pack_bytes` are what the plan depends on; `origin`, `serial` and `nonce` tell transfers
+    apart; `digests` has one for each chunk if they were made ahead, `sealed` says that they come in seals
+    instead; `route` says where the payload comes from and goes to, if not simply from the sender to here.
     """
 
     manifest: Manifest
@@ -57,6 +60,9 @@ class Envelope(Struct, frozen=True, array_like=True):
     nonce: bytes = b""
     digests: tuple[int, ...] | None = None
     sealed: bool = False
+    pack_bytes: Count = 0
+    origin: Count = 0
+    route: Route | None = None
 
 
 def _to_extension(value: object) -> Ext:
@@ -137,6 +143,8 @@ def _check_terms(envelope: Envelope) -> None:
         raise BadManifest(
             f"a chunk of {envelope.chunk_bytes} bytes: from {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
         )
+    if envelope.pack_bytes > envelope.chunk_bytes:
+        raise BadManifest(f"packed up to {envelope.pack_bytes} bytes, in chunks of {envelope.chunk_bytes}")
     if envelope.nonce and len(envelope.nonce) != NONCE_BYTES:
         raise BadManifest(f"a nonce of {len(envelope.nonce)} bytes, not {NONCE_BYTES}")
     if envelope.sealed and envelope.digests is not None:
@@ -209,22 +217,16 @@ def _check_branch(index: int, branch: Branch) -> None:
 
 
 def _check_tensor(number: int, spec: TensorSpec, storages: tuple[int, ...]) -> None:
-    if len(spec.shape) != len(spec.stride) or spec.itemsize not in (1, 2, 4, 8, 16):
+    if len(spec.shape) != len(spec.stride) or spec.itemsize not in _ITEM_SIZES:
         raise BadManifest(f"tensor {number} has a shape, stride or item size that can't be")
     if len(spec.shape) > MAX_DIMS:
         raise BadManifest(f"tensor {number} has {len(spec.shape)} dimensions, more than {MAX_DIMS}")
     if spec.storage >= len(storages) or spec.offset % spec.itemsize:
         raise BadManifest(f"tensor {number} has a storage or offset that can't be")
-    if _end(spec) > storages[spec.storage] or spec.offset > storages[spec.storage]:
+    seen = figure_of(spec)
+    if spec.offset + seen.span > storages[spec.storage]:
         raise BadManifest(f"tensor {number} reaches beyond its storage")
     # Expanded dimensions reach nowhere, and still there can't be more items than torch can count.
-    if prod(n for n in spec.shape if n) * spec.itemsize > _COUNTABLE:
+    items = seen.items or prod(n for n in spec.shape if n)
+    if items * spec.itemsize > _COUNTABLE:
         raise BadManifest(f"tensor {number} has more items than can be counted")
-
-
-def _end(spec: TensorSpec) -> int:
-    """Say where a tensor's last item ends in its storage; 0 if it has none."""
-    if 0 in spec.shape:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
-    return spec.offset + (last + 1) * spec.itemsize

@@ -16,8 +16,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from torchferry.core.manifest import TensorSpec
 
@@ -54,7 +56,7 @@ class Patience:
             raise TooIntricate(f"more than {MAX_RUNS} runs")
 
 
-class Extent(NamedTuple):
+class Extent(Struct, frozen=True, gc=False):
     """`run_bytes` bytes at `offset` of a storage, repeated.
 
     `repeats` has (count, stride in bytes) for each level of repetition, the widest stride first. An
@@ -69,12 +71,55 @@ class Extent(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes in it, without the gaps."""
+        if not self.repeats:
+            return self.run_bytes
         return self.run_bytes * prod(count for count, _ in self.repeats)
 
     @property
     def end(self) -> int:
         """Where its last run ends."""
         return self.offset + self.run_bytes + sum((n - 1) * step for n, step in self.repeats)
+
+
+class Figure(Struct, frozen=True, gc=False):
+    """What shape, strides and item size say of a tensor, wherever it lies.
+
+    `span` is the distance in bytes from its first item to the end of its last, 0 if it has none. `run_bytes`
+    and `repeats` are those of its extent; `repeats` is None if it has several, because its strides interlock.
+    """
+
+    items: int
+    span: int
+    run_bytes: int
+    repeats: Repeats | None
+
+
+@lru_cache(maxsize=4096)
+def figure(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Figure:
+    """Work out a figure. A state of thousands of tensors has a few dozen, so they are remembered."""
+    items = prod(shape)
+    if items == 0:
+        return Figure(0, 0, 0, ())
+    span = (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize
+    run = itemsize
+    repeats: list[tuple[int, int]] = []  # narrowest first
+    reach = run
+    for step, count in _levels(shape, stride, itemsize):
+        if not repeats and step <= run:
+            run += (count - 1) * step
+        elif step < reach:
+            return Figure(items, span, itemsize, None)
+        elif repeats and step == repeats[-1][0] * repeats[-1][1]:
+            repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
+        else:
+            repeats.append((count, step))
+        reach = run + sum((n - 1) * s for n, s in repeats)
+    return Figure(items, span, run, tuple(reversed(repeats)))
+
+
+def figure_of(spec: TensorSpec) -> Figure:
+    """Give the figure of a tensor."""
+    return figure(spec.shape, spec.stride, spec.itemsize)
 
 
 def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent]:
@@ -88,22 +133,12 @@ def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent
     Raises:
         TooIntricate: the strides interlock in more than MAX_RUNS runs.
     """
-    if 0 in spec.shape:
+    shape = figure_of(spec)
+    if not shape.items:
         return []
-    run = spec.itemsize
-    repeats: list[tuple[int, int]] = []  # narrowest first
-    span = run
-    for step, count in _levels(spec):
-        if not repeats and step <= run:
-            run += (count - 1) * step
-        elif step < span:
-            return _interlocked(spec, patience or Patience())
-        elif repeats and step == repeats[-1][0] * repeats[-1][1]:
-            repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
-        else:
-            repeats.append((count, step))
-        span = run + sum((n - 1) * s for n, s in repeats)
-    return [Extent(spec.storage, spec.offset, run, tuple(reversed(repeats)))]
+    if shape.repeats is None:
+        return _interlocked(spec, patience or Patience())
+    return [Extent(spec.storage, spec.offset, shape.run_bytes, shape.repeats)]
 
 
 def nested_dims(spec: TensorSpec) -> list[int] | None:
@@ -128,10 +163,11 @@ def overlaps_itself(spec: TensorSpec) -> bool:
     >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
     False
     """
-    if 0 in spec.shape:
-        return False
+    shape = figure_of(spec)
+    if shape.repeats == ():
+        return shape.run_bytes < shape.items * spec.itemsize
     try:
-        return sum(extent.nbytes for extent in footprint(spec)) < prod(spec.shape) * spec.itemsize
+        return sum(extent.nbytes for extent in footprint(spec)) < shape.items * spec.itemsize
     except TooIntricate:
         return True
 
@@ -145,11 +181,10 @@ def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
     patience = Patience()
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
     for spec in tensors:
-        by_storage[spec.storage].extend(footprint(spec, patience))
+        by_storage[spec.storage] += footprint(spec, patience)
     found: list[Extent] = []
-    for storage in sorted(by_storage):
-        extents = by_storage[storage]
-        found.extend(extents if len(extents) == 1 else union(extents, patience))
+    for _, extents in sorted(by_storage.items()):
+        found += extents if len(extents) == 1 else union(extents, patience)
     return found
 
 
@@ -181,16 +216,16 @@ def split(extent: Extent, most_bytes: int) -> Iterator[Extent]:
         yield from _split_run(extent, most_bytes)
         return
     (count, step), inner = extent.repeats[0], extent.repeats[1:]
-    row = extent._replace(repeats=inner)
+    row = Extent(extent.storage, extent.offset, extent.run_bytes, inner)
     together = most_bytes // row.nbytes
     for first in range(0, count, max(together, 1)):
         start = extent.offset + first * step
         if together <= 1:
-            yield from split(row._replace(offset=start), most_bytes)
+            yield from split(Extent(row.storage, start, row.run_bytes, inner), most_bytes)
         else:
             rows = min(together, count - first)
             outer = ((rows, step),) if rows > 1 else ()
-            yield extent._replace(offset=start, repeats=outer + inner)
+            yield Extent(extent.storage, start, extent.run_bytes, outer + inner)
 
 
 def _split_run(extent: Extent, most_bytes: int) -> Iterator[Extent]:
@@ -199,16 +234,14 @@ def _split_run(extent: Extent, most_bytes: int) -> Iterator[Extent]:
     start, end = extent.offset, extent.offset + extent.run_bytes
     while start < end:
         cut = min((start // ITEM_BYTES) * ITEM_BYTES + stride, end)
-        yield extent._replace(offset=start, run_bytes=cut - start)
+        yield Extent(extent.storage, start, cut - start)
         start = cut
 
 
-def _levels(spec: TensorSpec) -> list[tuple[int, int]]:
+def _levels(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
     """List (stride in bytes, count) of the dimensions that move, narrowest first."""
     return sorted(
-        (step * spec.itemsize, count)
-        for count, step in zip(spec.shape, spec.stride, strict=True)
-        if count > 1 and step > 0
+        (step * itemsize, count) for count, step in zip(shape, stride, strict=True) if count > 1 and step > 0
     )
 
 
@@ -289,7 +322,7 @@ def _runs(extent: Extent, patience: Patience) -> list[Run]:
 def _interlocked(spec: TensorSpec, patience: Patience) -> list[Extent]:
     """List the runs of a tensor whose strides do not nest, and find the regular patterns in them."""
     runs: list[Run] = [(spec.offset, spec.offset + spec.itemsize)]
-    for step, count in _levels(spec):
+    for step, count in _levels(spec.shape, spec.stride, spec.itemsize):
         patience.spend(len(runs) * count)
         runs = _merge_runs(
             [(a + i * step, b + i * step) for i in range(count) for a, b in runs], touching=True

@@ -39,10 +39,11 @@ def one_map(a: TensorSpec, x: TensorSpec, b: TensorSpec, y: TensorSpec) -> bool:
     first, second = _steps(a, x), _steps(b, y)
     here, there = y.offset - x.offset, b.offset - a.offset
     # Steps in one direction are best told apart if they are dimensions of one tensor, and best taken
-    # together if one view takes every item and the other every second.
+    # together if one view takes every item and the other every second. The bytes of an item, which come
+    # first, are then left out if other items may lie between these, and taken in if dtypes differ.
     return any(
         _in_one_grid(_box(first, unit), _box(second, unit), here, there)
-        for unit in (_itself, _common_unit(first + second))
+        for unit in map(_common_unit, ([], first[1:] + second[1:], first + second))
     )
 
 
@@ -56,25 +57,30 @@ def _steps(incoming: TensorSpec, local: TensorSpec) -> list[tuple[Step, int]]:
     ]
 
 
-def _itself(step: Step) -> tuple[Step, int]:
-    return step, 1
-
-
 def _common_unit(steps: list[tuple[Step, int]]) -> Callable[[Step], tuple[Step, int]]:
-    """Give a function that says a step as a multiple of the longest that all in its direction are made of."""
-    longest: defaultdict[Step, int] = defaultdict(int)
-    for (theirs, ours), _ in steps:
-        length = gcd(theirs, ours)
-        direction = theirs // length, ours // length
-        longest[direction] = gcd(longest[direction], length)
+    """Give a function that says a step as a multiple of the longest that all in its direction are made of.
+
+    A step that is none of the given ones is its own unit.
+    """
+    lengths: defaultdict[Step, int] = defaultdict(int)
+    for step, _ in steps:
+        direction, length = _direction(step)
+        lengths[direction] = gcd(lengths[direction], length)
+    known = {step for step, _ in steps}
 
     def unit(step: Step) -> tuple[Step, int]:
-        length = gcd(*step)
-        direction = step[0] // length, step[1] // length
-        whole = longest[direction]
-        return (direction[0] * whole, direction[1] * whole), length // whole
+        if step not in known:
+            return step, 1
+        (theirs, ours), length = _direction(step)
+        whole = lengths[theirs, ours]
+        return (theirs * whole, ours * whole), length // whole
 
     return unit
+
+
+def _direction(step: Step) -> tuple[Step, int]:
+    length = gcd(*step)
+    return (step[0] // length, step[1] // length), length
 
 
 def _box(steps: list[tuple[Step, int]], unit: Callable[[Step], tuple[Step, int]]) -> Box:

@@ -18,13 +18,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from torchferry.core.compare import TensorPair, same_layout
 from torchferry.core.extents import Extent, Patience, TooIntricate, footprint, nested_dims, union
 from torchferry.core.manifest import Manifest
 from torchferry.errors import BadManifest
 
 
-class Direct(NamedTuple):
+class Direct(Struct, frozen=True, gc=False):
     """Add `delta` to an incoming address to get the one in local storage `storage`.
 
     A storage below zero is scratch: ~storage is the incoming storage that it stands for.
@@ -34,7 +36,7 @@ class Direct(NamedTuple):
     delta: int
 
 
-class Spread(NamedTuple):
+class Spread(Struct, frozen=True, gc=False):
     """Items of an incoming tensor go one by one into a local tensor.
 
     `covers` says that the tensor is all of the extent, so that the n-th item is at n * itemsize of the
@@ -46,7 +48,7 @@ class Spread(NamedTuple):
     covers: bool
 
 
-class Landing(NamedTuple):
+class Landing(Struct, frozen=True, gc=False):
     """All the places for one extent's bytes."""
 
     direct: tuple[Direct, ...] = ()
@@ -96,7 +98,7 @@ def land_in_place(
     for number, (extent, tensors) in enumerate(zip(extents, users, strict=True)):
         if needed.intersection(tensors):
             landing = landings[number]
-            landings[number] = landing._replace(direct=(*landing.direct, Direct(~extent.storage, 0)))
+            landings[number] = Landing((*landing.direct, Direct(~extent.storage, 0)), landing.spread)
     return Landings(tuple(landings), tuple(whole))
 
 

@@ -1,20 +1,30 @@
 """The ordered messages of a transfer, derived from the manifest by one pure function.
 
-Source and target call `make_plan` with the same manifest and the same chunk size, and get the same
-messages in the same order; so nothing about the plan is sent.
+Source and target call `make_plan` with the same manifest and the same two sizes, and get the same messages in
+the same order; so nothing about the plan is sent but those two numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from torchferry.core.extents import Extent, extents_of, split
 from torchferry.core.manifest import Manifest
-from torchferry.core.protocol import MAX_MESSAGES
+from torchferry.core.seals import Seal
+
+MAX_MESSAGES = 1 << 18
+"""The most messages of a plan: 2 TiB in chunks. Listing more would take a hostile manifest's word for it."""
 
 CHUNK_BYTES = 8 << 20
-"""Larger extents are cut into chunks of this size. Gloo moves 1 to 8 MiB messages faster than larger
-ones, and a chunk is what staging has to hold, so it bounds memory too."""
+"""Larger extents are cut into chunks of this size. Of 1 to 64 MiB it is the fastest through gloo when each is
+hashed on the way: smaller ones cost more calls, larger ones have left the cache before they are hashed. A
+chunk is what staging has to hold, so it bounds memory too."""
+
+RELAY_CHUNK_BYTES = 1 << 20
+"""The same where receivers forward: the last of six has its first byte five chunks after the first has."""
 
 MAX_CHUNK_BYTES = 1 << 30
 """The largest chunk that a peer may ask for: staging has to hold one."""
@@ -22,21 +32,42 @@ MAX_CHUNK_BYTES = 1 << 30
 WINDOW_BYTES = 32 << 20
 """How much may be under way at once: enough to keep the link busy while the oldest is waited for."""
 
+PACK_BYTES = 128 << 10
+"""Smaller extents are packed: a message of its own costs more than copying so much, twice."""
+
+PACK_FROM = 64
+"""So many small extents make packing worth while. Fewer are a message each, as the contract counts them."""
+
+PACKED_BYTES = 1 << 20
+"""Packed messages are up to this long: they are filled and emptied in the cache of one core."""
+
+
+SEAL_MESSAGES = 16
+"""Messages between seals: often enough to find damage early, seldom enough to cost nothing."""
+
 
 class TooManyMessages(ValueError):
-    """A state that needs more messages than there are tags for."""
+    """A state that needs more messages than may be listed."""
 
 
-class Message(NamedTuple):
-    """What the link carries at once: one chunk, a piece of one extent.
+class Chunk(Struct, frozen=True, gc=False):
+    """A piece of one extent that moves and is verified as one.
 
     `position` is where the piece starts in the extent's bytes, gaps not counted.
     """
 
-    number: int
     extent: int
     piece: Extent
     position: int
+    nbytes: int
+
+
+class Message(Struct, frozen=True, gc=False):
+    """What the link carries at once: the chunks from `first` to `end`, one after the other."""
+
+    number: int
+    first: int
+    end: int
     nbytes: int
 
 
@@ -44,31 +75,106 @@ class Plan(NamedTuple):
     """All messages of a transfer, in the order in which both ends take them."""
 
     extents: tuple[Extent, ...]
+    chunks: tuple[Chunk, ...]
     messages: tuple[Message, ...]
     payload_bytes: int
+    pack_bytes: int
+
+    def chunks_of(self, message: Message) -> tuple[Chunk, ...]:
+        """Give the chunks that a message carries."""
+        return self.chunks[message.first : message.end]
+
+    def sequence(self, *, sealed: bool) -> list[Message | Seal]:
+        """List what follows the frame on the link, in order: messages, and their seals if they have any."""
+        if not sealed:
+            return list(self.messages)
+        found: list[Message | Seal] = []
+        for start in range(0, len(self.messages), SEAL_MESSAGES):
+            messages = self.messages[start : start + SEAL_MESSAGES]
+            first, end = messages[0].first, messages[-1].end
+            last = start + len(messages) == len(self.messages)
+            found += messages
+            found.append(Seal(start // SEAL_MESSAGES, first, end, last))
+        return found
 
 
-def make_plan(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES) -> Plan:
-    """Plan the transfer of a state: each extent is one message, or several if it is large.
+def make_plan(
+    manifest: Manifest,
+    chunk_bytes: int = CHUNK_BYTES,
+    pack_bytes: int | None = None,
+    pack_from: int = PACK_FROM,
+) -> Plan:
+    """Plan the transfer of a state: small extents packed, others a message each, or several if large.
+
+    `pack_bytes` says below which size extents are packed, 0 for none. A receiver is told; a sender leaves it
+    open, and packs if there are `pack_from` of them; the plan says what was decided.
 
     Raises:
         TooIntricate: views overlap in a pattern too irregular to list.
-        TooManyMessages: more than can be told apart.
+        TooManyMessages: more than MAX_MESSAGES.
     """
     extents = extents_of(manifest.tensors)
-    # At least so many: known at once, where listing what a hostile manifest asks for takes seconds.
-    _check_count(sum(-(-extent.nbytes // chunk_bytes) for extent in extents), chunk_bytes)
-    messages: list[Message] = []
-    for number, extent in enumerate(extents):
-        position = 0
-        for piece in split(extent, chunk_bytes):
-            nbytes = piece.nbytes
-            _check_count(len(messages) + 1, chunk_bytes)
-            messages.append(Message(len(messages), number, piece, position, nbytes))
-            position += nbytes
-    return Plan(tuple(extents), tuple(messages), sum(message.nbytes for message in messages))
+    sizes = [extent.nbytes for extent in extents]
+    if pack_bytes is None:
+        pack_bytes = min(PACK_BYTES, chunk_bytes)
+        if sum(size < pack_bytes for size in sizes) < pack_from:
+            pack_bytes = 0
+    plan = _Listing(extents, sizes, chunk_bytes, pack_bytes)
+    plan.list_packed()
+    plan.list_others()
+    return Plan(tuple(extents), tuple(plan.chunks), tuple(plan.messages), sum(sizes), pack_bytes)
 
 
-def _check_count(messages: int, chunk_bytes: int) -> None:
-    if messages > MAX_MESSAGES:
-        raise TooManyMessages(f"a state that needs more than {MAX_MESSAGES} messages of {chunk_bytes} bytes")
+class _Listing:
+    """The chunks and messages of a plan, while they are being listed."""
+
+    def __init__(
+        self, extents: Sequence[Extent], sizes: Sequence[int], chunk_bytes: int, pack_bytes: int
+    ) -> None:
+        self.chunks: list[Chunk] = []
+        self.messages: list[Message] = []
+        self._extents = extents
+        self._sizes = sizes
+        self._chunk_bytes = chunk_bytes
+        self._pack_bytes = pack_bytes
+
+    def list_packed(self) -> None:
+        """List what is packed, as long as possible."""
+        most_bytes = max(min(PACKED_BYTES, self._chunk_bytes), self._pack_bytes)
+        nbytes = 0
+        for number, size in enumerate(self._sizes):
+            if size >= self._pack_bytes:
+                continue
+            if nbytes + size > most_bytes:
+                self._end_message(nbytes)
+                nbytes = 0
+            self.chunks.append(Chunk(number, self._extents[number], 0, size))
+            nbytes += size
+        if nbytes:
+            self._end_message(nbytes)
+
+    def list_others(self) -> None:
+        """List the rest, a chunk a message."""
+        # At least so many: known at once, where listing what a hostile manifest asks for takes seconds.
+        others = sum(-(-size // self._chunk_bytes) for size in self._sizes if size >= self._pack_bytes)
+        self._check_count(len(self.messages) + others)
+        for number, size in enumerate(self._sizes):
+            if size < self._pack_bytes:
+                continue
+            position = 0
+            for piece in split(self._extents[number], self._chunk_bytes):
+                nbytes = piece.nbytes
+                self.chunks.append(Chunk(number, piece, position, nbytes))
+                self._end_message(nbytes)
+                position += nbytes
+
+    def _end_message(self, nbytes: int) -> None:
+        self._check_count(len(self.messages) + 1)
+        first = self.messages[-1].end if self.messages else 0
+        self.messages.append(Message(len(self.messages), first, len(self.chunks), nbytes))
+
+    def _check_count(self, messages: int) -> None:
+        if messages > MAX_MESSAGES:
+            raise TooManyMessages(
+                f"a state that needs more than {MAX_MESSAGES} messages of {self._chunk_bytes} bytes"
+            )

@@ -1,22 +1,24 @@
 """What goes over a link in which order, how it is told apart, and how long it may take.
 
-A push is: one int64, the length of the frame; the frame (`codec`); then the plan's messages. Each has a
-tag of its own, made of the transfer's serial number and its place in the plan, so that a backend that
-honours tags can't hand it to a receive that waits for another, or to another transfer's.
+A push is: one int64, the length of the frame; the frame (`codec`); then the plan's messages. Each has a tag
+made of who sends the state, of the transfer's serial number there and of its place in the plan, so that a
+backend that honours tags can't hand it to a receive that waits for another, or to another transfer's.
 
-Every byte is checked. Of a small state, the digests of all messages are in the frame. A large one can't
-wait for its last byte to be hashed before its first is sent, so its digests follow the messages, in seals:
-after every SEAL_MESSAGES messages comes one seal, with their digests and whether all is well.
+Every byte is checked. Of a small state, the digests of all chunks are in the frame. A large one can't wait
+for its last byte to be hashed before its first is sent, so its digests follow the messages, in seals: after
+every few messages (`plan.SEAL_MESSAGES`) comes one seal, with the digests of their chunks and whether all
+is well.
 
-A sender that has to give up puts a farewell in the place of the next message that is long enough for it.
+Who has to give up, sender or relay, puts a farewell in the place of the next message that is long enough
+for it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
 
+from torchferry.core.plan import Message
+from torchferry.core.seals import Seal
 from torchferry.errors import BadManifest
 
 # Far from the small numbers that people pick for their own messages on the same group.
@@ -24,11 +26,12 @@ LENGTH_TAG = 0x54460000
 FRAME_TAG = LENGTH_TAG + 1
 PROBE_TAG = LENGTH_TAG + 2
 _FIRST_MESSAGE_TAG = LENGTH_TAG + 16
-_TAGS_A_TRANSFER = 1 << 18
-_SERIALS = 1 << 10
 
-SEAL_MESSAGES = 16
-"""Messages between seals: often enough to find damage early, seldom enough to cost nothing."""
+# 29 bits are left for the rest of a tag. Messages with the same tag are taken in order, and there are never
+# so many under way that this would be needed.
+_NUMBERS = 1 << 11
+_SERIALS = 1 << 9
+_ORIGINS = 1 << 8
 
 AHEAD_BYTES = 1 << 20
 """States up to this size are hashed before they are sent: it takes 0.1 ms, and saves a message."""
@@ -38,64 +41,39 @@ _FAREWELL = b"torchferry:ended"
 
 
 class Tags:
-    """The tags of one transfer: those of its messages, and from the other end those of its seals."""
+    """The tags of one transfer.
 
-    def __init__(self, serial: int) -> None:
-        self._first = _FIRST_MESSAGE_TAG + (serial % _SERIALS) * _TAGS_A_TRANSFER
-
-    def message(self, number: int) -> int:
-        """Give the tag of the plan's message number `number`."""
-        return self._first + number
-
-    def seal(self, number: int) -> int:
-        """Give the tag of the plan's seal number `number`."""
-        return self._first + _TAGS_A_TRANSFER - 1 - number
-
-
-MAX_MESSAGES = _TAGS_A_TRANSFER - _TAGS_A_TRANSFER // SEAL_MESSAGES
-"""The most messages that a plan may have: more have no tags."""
-
-
-class Seal(NamedTuple):
-    """What follows the messages from `first` to `end`: their digests, and whether the sender is well."""
-
-    number: int
-    first: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """How long it is on the wire."""
-        return 8 * (self.end - self.first + 1)
-
-
-def seals_of(messages: int) -> list[Seal]:
-    """List the seals of a plan with so many messages.
-
-    >>> [(seal.first, seal.end) for seal in seals_of(SEAL_MESSAGES + 1)]
-    [(0, 16), (16, 17)]
+    `origin` is the rank that sends the state. Where receivers forward, others' messages may meet on the way.
     """
-    starts = range(0, messages, SEAL_MESSAGES)
-    return [Seal(n, at, min(at + SEAL_MESSAGES, messages)) for n, at in enumerate(starts)]
+
+    def __init__(self, origin: int, serial: int) -> None:
+        slot = (origin % _ORIGINS) * _SERIALS + serial % _SERIALS
+        self._first = _FIRST_MESSAGE_TAG + slot * 2 * _NUMBERS
+
+    def of(self, item: Message | Seal) -> int:
+        """Give the tag of one of the plan's messages or seals."""
+        kind = _NUMBERS if isinstance(item, Seal) else 0
+        return self._first + kind + item.number % _NUMBERS
 
 
-def encode_seal(digests: Sequence[int], *, changed: bool = False) -> bytes:
-    """Put digests into a seal, and whether the state has changed under the sender's hands."""
-    return struct.pack(f"<{len(digests) + 1}Q", int(changed), *digests)
+def farewell(nonce: bytes, culprit: int) -> bytes:
+    """Give what stands in the place of a message that will not come, and whose fault that is.
+
+    >>> culprit_in(farewell(bytes(NONCE_BYTES), 3) + b"more", bytes(NONCE_BYTES))
+    3
+    """
+    return _FAREWELL + nonce + struct.pack("<Q", culprit)
 
 
-def decode_seal(data: bytes) -> tuple[tuple[int, ...], bool]:
-    """Take digests out of a seal, and whether the sender says that its state has changed."""
-    flag, *digests = struct.unpack(f"<{len(data) // 8}Q", data)
-    return tuple(digests), bool(flag)
+FAREWELL_BYTES = len(_FAREWELL) + NONCE_BYTES + 8
 
 
-def farewell(nonce: bytes) -> bytes:
-    """Give what a sender that gives up sends in the place of a message."""
-    return _FAREWELL + nonce
-
-
-FAREWELL_BYTES = len(_FAREWELL) + NONCE_BYTES
+def culprit_in(head: bytes, nonce: bytes) -> int | None:
+    """Look for a farewell at the start of a message: the rank that is to blame, None if there is none."""
+    if not nonce or len(head) < FAREWELL_BYTES or not head.startswith(_FAREWELL + nonce):
+        return None
+    (culprit,) = struct.unpack_from("<Q", head, FAREWELL_BYTES - 8)
+    return int(culprit)
 
 
 MAX_METADATA_BYTES = 256 << 20

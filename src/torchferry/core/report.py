@@ -10,6 +10,8 @@ class Report:
     """Bytes, messages and seconds of one transfer, as this side saw it.
 
     `payload_bytes` and `messages` count one copy of the state, however many peers it went to.
+    `forwarded_to` is the peer that this one passed it on to, if it did; `not_forwarded` says why it could
+    not.
     """
 
     peers: tuple[int, ...]
@@ -17,6 +19,8 @@ class Report:
     metadata_bytes: int
     messages: int
     phases_s: dict[str, float]
+    forwarded_to: int | None = None
+    not_forwarded: str | None = None
 
     @property
     def seconds(self) -> float:

@@ -23,15 +23,15 @@ class Truth(NamedTuple):
 def truth(manifest: Manifest, plan: Plan, *, posted: int, verified: Collection[int]) -> Truth:
     """Say what a failed transfer did to each path.
 
-    `posted` counts the messages, from the first, whose memory the link may have written to; `verified`
-    has the numbers of those that arrived and were found right.
+    `posted` counts the chunks, from the first, whose memory may have been written to; `verified` has the
+    numbers of those that arrived and were found right.
     """
     fates: dict[int, set[str]] = {}
     users = users_of(plan.extents, manifest)
-    for message in plan.messages:
-        fate = "torn" if message.number < posted else "untouched"
-        fate = "whole" if message.number in verified else fate
-        for tensor in users[message.extent]:
+    for number, chunk in enumerate(plan.chunks):
+        fate = "torn" if number < posted else "untouched"
+        fate = "whole" if number in verified else fate
+        for tensor in users[chunk.extent]:
             fates.setdefault(tensor, set()).add(fate)
     found: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
     for path, number in occurrences(manifest):

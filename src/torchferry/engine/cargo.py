@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from torchferry.core.codec import Envelope, encode
 from torchferry.core.extents import TooIntricate
-from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES, Message, Plan, TooManyMessages, make_plan
+from torchferry.core.plan import (
+    CHUNK_BYTES,
+    MAX_MESSAGES,
+    PACK_FROM,
+    RELAY_CHUNK_BYTES,
+    WINDOW_BYTES,
+    Message,
+    Plan,
+    TooManyMessages,
+    make_plan,
+)
 from torchferry.core.protocol import AHEAD_BYTES, NONCE_BYTES
+from torchferry.core.routes import Route, chain, relays
 from torchferry.core.torn import paths_of
-from torchferry.engine.digest import digest
+from torchferry.engine.digest import digests
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Runner
 from torchferry.engine.threads import ThreadRunner
@@ -21,18 +33,22 @@ from torchferry.engine.window import Staging
 from torchferry.errors import Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
-from torchferry.tensors.memory import load, run_of
+from torchferry.tensors.memory import gather, run_of
 
 
 @dataclass(frozen=True)
 class Push:
-    """How a state is to be sent."""
+    """How a state is to be sent. `relay` forces or forbids that receivers forward to each other."""
 
     timeout_s: float
     max_metadata_bytes: int
     step: int | None = None
+    rank: int = 0
+    relay: bool | None = None
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
+    relay_chunk_bytes: int = RELAY_CHUNK_BYTES
+    pack_from: int = PACK_FROM
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
     stall_s: float | None = None
@@ -42,27 +58,45 @@ class Push:
 
 @dataclass
 class Cargo:
-    """A state made ready for sending, shared by the lanes to all its receivers."""
+    """A state made ready for sending, shared by the lanes to all its receivers.
+
+    `routes` is empty if each of them is sent to. `digests` has one for each chunk, once it was read.
+    """
 
     source: Description
     plan: Plan
     envelope: Envelope
-    frame: bytes
+    routes: dict[int, Route]
     verify: bool
     window_bytes: int
     digests: list[int | None]
 
+    def frame(self, peer: int) -> bytes:
+        """Encode the frame that one peer is sent."""
+        return encode(replace(self.envelope, route=self.routes.get(peer)))
+
+    def sends_to(self, peer: int) -> bool:
+        """Say whether a peer gets the payload from here, and not from another receiver."""
+        return peer not in self.routes or self.routes[peer].source == self.envelope.origin
+
+    def bytes_due(self, peer: int) -> int:
+        """Say how much payload a peer gets from here."""
+        return self.plan.payload_bytes if self.sends_to(peer) else 0
+
     def outgoing(self, link: Link, message: Message, staging: Staging) -> tuple[torch.Tensor, bool]:
         """Give a message's bytes, where they lie if the link can take them there, and whether staged."""
-        memory = self.source.memories[message.piece.storage]
-        staged = bool(message.piece.repeats) or not link.takes(memory.device)
+        chunks = self.plan.chunks_of(message)
+        piece = chunks[0].piece
+        memories = self.source.memories
+        staged = len(chunks) > 1 or bool(piece.repeats) or not link.takes(memories[piece.storage].device)
         if staged:
             buffer = staging.take(message.nbytes)
-            load(memory, message.piece, buffer)
+            gather(((memories[chunk.piece.storage], chunk.piece) for chunk in chunks), buffer)
         else:
-            buffer = run_of(memory, message.piece)
-        if self.verify and self.digests[message.number] is None:
-            self.digests[message.number] = digest(buffer)
+            buffer = run_of(memories[piece.storage], piece)
+        if self.verify and self.digests[message.first] is None:
+            found = digests(buffer, [chunk.nbytes for chunk in chunks])
+            self.digests[message.first : message.end] = found
         return buffer, staged
 
     def has_changed(self) -> bool:
@@ -82,55 +116,72 @@ class Cargo:
         return paths_of(self.source.manifest, self.plan.extents, extents)
 
 
-def load_cargo(link: Link, state: object, terms: Push, group: Group, lanes: int) -> Cargo:
+def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group) -> Cargo:
     """Describe a state, plan its transfer and encode its frame: all that can be wrong with it.
 
     Raises:
         Unsendable: something in the state can't travel.
     """
     source = describe(state, pickle=terms.pickle)
-    plan = _plan(source, terms)
+    plan, chunk_bytes, relayed = _plan(source, terms, len(peers))
+    lanes = 1 if relayed else max(len(peers), 1)
+    ahead = terms.verify and plan.payload_bytes <= terms.ahead_bytes
     cargo = Cargo(
         source,
         plan,
-        Envelope(source.manifest, terms.chunk_bytes, terms.step),
-        b"",
+        Envelope(
+            source.manifest,
+            chunk_bytes,
+            terms.step,
+            group.next_serial(),
+            os.urandom(NONCE_BYTES),
+            sealed=terms.verify and not ahead,
+            pack_bytes=plan.pack_bytes,
+            origin=terms.rank,
+        ),
+        chain(terms.rank, peers) if relayed else {},
         terms.verify,
-        max(terms.window_bytes // max(lanes, 1), 1),
-        [None] * len(plan.messages),
+        max(terms.window_bytes // lanes, 1),
+        [None] * len(plan.chunks),
     )
-    ahead = terms.verify and plan.payload_bytes <= terms.ahead_bytes
     if ahead:
         staging = Staging(link.device)
         for message in plan.messages:
             buffer, staged = cargo.outgoing(link, message, staging)
             if staged:
                 staging.give_back(buffer)
-    cargo.envelope = Envelope(
-        source.manifest,
-        terms.chunk_bytes,
-        terms.step,
-        group.next_serial(),
-        os.urandom(NONCE_BYTES),
-        tuple(d for d in cargo.digests if d is not None) if ahead else None,
-        terms.verify and not ahead,
-    )
-    cargo.frame = encode(cargo.envelope)
-    if len(cargo.frame) > terms.max_metadata_bytes:
-        raise Unsendable(
-            f"the state's metadata is {len(cargo.frame)} bytes, more than the {terms.max_metadata_bytes} "
-            "that are allowed: set max_metadata_bytes higher on both sides"
-        )
+        found = tuple(digest for digest in cargo.digests if digest is not None)
+        cargo.envelope = replace(cargo.envelope, digests=found)
     return cargo
 
 
-def _plan(source: Description, terms: Push) -> Plan:
+def check_frame(frame: bytes, terms: Push) -> bytes:
+    """Check that a frame may be sent, and give it back.
+
+    Raises:
+        Unsendable: it is too long.
+    """
+    if len(frame) > terms.max_metadata_bytes:
+        raise Unsendable(
+            f"the state's metadata is {len(frame)} bytes, more than the {terms.max_metadata_bytes} "
+            "that are allowed: set max_metadata_bytes higher on both sides"
+        )
+    return frame
+
+
+def _plan(source: Description, terms: Push, receivers: int) -> tuple[Plan, int, bool]:
+    """Give the plan, the size of its chunks, and whether receivers forward to each other."""
     try:
-        return make_plan(source.manifest, terms.chunk_bytes)
+        plan = make_plan(source.manifest, terms.chunk_bytes, pack_from=terms.pack_from)
+        relayed = relays(plan.payload_bytes, receivers, terms.relay)
+        short = terms.relay_chunk_bytes
+        if relayed and short < terms.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
+            return make_plan(source.manifest, short, pack_from=terms.pack_from), short, relayed
+        return plan, terms.chunk_bytes, relayed
     except TooIntricate as error:
         raise Unsendable(
             f"the state has overlapping views in a pattern too irregular to send without sending "
             f"bytes that are not theirs ({error}): clone() one of them first"
         ) from None
     except TooManyMessages as error:
-        raise Unsendable(f"{error}, and more can't be told apart: send it in parts") from None
+        raise Unsendable(f"{error}, and more than that is too much at once: send it in parts") from None

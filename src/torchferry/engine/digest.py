@@ -1,20 +1,38 @@
-"""XXH3 of bytes where they lie."""
+"""XXH3 of bytes where they lie, and the first few of them.
+
+All of it releases the interpreter lock while it hashes anything but tiny pieces. A buffer on an accelerator
+is copied to the host for it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 
-def digest(buffer: torch.Tensor) -> int:
-    """Hash a flat buffer. Releases the interpreter lock for all but tiny ones.
+def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
+    """Hash the pieces of a flat buffer, of the given sizes, that follow one another."""
+    host = buffer.cpu()
+    whole = _view(host)
+    found: list[int] = []
+    start = 0
+    for size in sizes:
+        found.append(xxh3_64_intdigest(whole[start : start + size]))
+        start += size
+    return found
 
-    A buffer on an accelerator is copied to the host for it.
-    """
-    host = buffer if buffer.device.type == "cpu" else buffer.cpu()
-    nbytes = host.nbytes
-    if nbytes == 0:
-        return xxh3_64_intdigest(b"")
-    return xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(host.data_ptr()))
+
+def head(buffer: torch.Tensor, nbytes: int) -> bytes:
+    """Give the first bytes of a flat buffer, or all if there are fewer."""
+    host = buffer[:nbytes].cpu()
+    return bytes(_view(host))
+
+
+def _view(host: torch.Tensor) -> memoryview:
+    """See a buffer's memory, which lives only as long as the buffer does."""
+    if not host.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))

@@ -10,7 +10,9 @@ scheduler with a clock of its own in the simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Generic, Protocol
 
 from torchferry.core.watch import Rules, Verdict, look
@@ -21,20 +23,33 @@ from torchferry.links.base import Link
 
 
 class Lane(Generic[T]):
-    """Work with one peer. When it is over, either `error` is set or `value` is there."""
+    """Work with one peer. When it is over, either `error` is set or `value` is there.
 
-    def __init__(self, meter: Meter, steps: Steps[T]) -> None:
+    `on_failure` is told of an error as soon as there is one. `ends_s` is when the lane is given up, if that
+    is before the deadline of all.
+    """
+
+    def __init__(
+        self, meter: Meter, steps: Steps[T], on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
         self.meter = meter
         self.steps = steps
         self.over = False
         self.error: BaseException | None = None
         self.value: T | None = None
         self.probed_s = 0.0
+        self.ends_s = inf
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
 
     def settle(self, value: T | None, error: BaseException | None) -> None:
         """End the lane; only the first end counts."""
-        if not self.over:
+        with self._lock:
+            if self.over:
+                return
             self.value, self.error, self.over = value, error, True
+        if error is not None and self._on_failure is not None:
+            self._on_failure(error)
 
 
 class Runner(Protocol):
@@ -78,7 +93,10 @@ def run_lanes(link: Link, lanes: Sequence[Lane[T]], rules: Rules, runner: Runner
 def _look_after(lane: Lane[Any], link: Link, rules: Rules, now_s: float) -> float:
     """Do what the rules ask for now, and say when to look again."""
     peer = lane.meter.peer
-    verdict, again_s = look(rules, now_s, lane.meter.moved_s, lane.probed_s)
+    # Who has nothing to do with its peer at the moment can't be kept waiting by it.
+    stall_s = None if lane.meter.idle else rules.stall_s
+    own = Rules(min(rules.deadline_s, lane.ends_s), stall_s)
+    verdict, again_s = look(own, now_s, lane.meter.moved_s, lane.probed_s)
     if verdict is Verdict.PROBE:
         lane.probed_s = now_s
         try:

@@ -14,7 +14,10 @@ from torchferry.errors import Corrupted, FerryError, LinkError
 class Meter:
     """Bytes done of bytes due with one peer, the message that is next, and when something last moved.
 
-    `told` says that the peer was sent a farewell, and needs no other sign that no more will come.
+    `posted` counts the chunks, from the first, whose memory may have been written to; `verified` has the
+    numbers of those that arrived and were found right. `told` says that the peer was sent a farewell, and
+    needs no other sign that no more will come. `idle` says that there is nothing to do with the peer until
+    somebody else has moved.
     """
 
     peer: int
@@ -26,6 +29,7 @@ class Meter:
     done: int = 0
     verified: set[int] = field(default_factory=set)
     told: bool = False
+    idle: bool = False
 
     def __str__(self) -> str:
         return f"{self.bytes_done:,} of {self.bytes_due:,} bytes done"
@@ -39,6 +43,6 @@ def note_progress(error: FerryError, meter: Meter, manifest: Manifest, plan: Pla
         return
     if plan.messages:
         at = plan.messages[min(meter.done, len(plan.messages) - 1)]
-        named = paths_of(manifest, plan.extents, {at.extent})
+        named = paths_of(manifest, plan.extents, {plan.chunks[at.first].extent})
         error.path = named[0] if named else None
     error.what = f"{error.what}; {meter}, last at {error.path}"

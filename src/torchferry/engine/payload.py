@@ -1,4 +1,4 @@
-"""The payload's messages: received, checked against their digests, and put where they belong."""
+"""The payload's messages: received, checked against their digests, put where they belong, and passed on."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import torch
 from torchferry.core.codec import Envelope
 from torchferry.core.landing import Landing, Landings
 from torchferry.core.plan import Message, Plan
-from torchferry.core.protocol import (
-    FAREWELL_BYTES,
-    SEAL_MESSAGES,
-    Seal,
-    Tags,
-    decode_seal,
-    farewell,
-    seals_of,
-)
-from torchferry.engine.digest import digest
+from torchferry.core.protocol import FAREWELL_BYTES, Tags, culprit_in
+from torchferry.core.seals import Seal, decode_seal
+from torchferry.engine.digest import digests, head
 from torchferry.engine.meter import Meter
+from torchferry.engine.relay import Relay
 from torchferry.engine.window import Staging, Steps, Window
 from torchferry.errors import PeerGaveUp
 from torchferry.links.base import Link
@@ -29,7 +23,7 @@ from torchferry.tensors.landing import Ground
 
 @dataclass
 class Arrival:
-    """What was found when all had arrived."""
+    """What was found when all had arrived: damaged chunks, and whether the sender disowns all of it."""
 
     damaged: list[int] = field(default_factory=list)
     changed: bool = False
@@ -37,22 +31,22 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Payload:
-    """The receiving half of one transfer's payload."""
+    """The receiving half of one transfer's payload, which comes from `meter.peer`."""
 
     link: Link
-    peer: int
     envelope: Envelope
     plan: Plan
     landings: Landings
     ground: Ground
     meter: Meter
     verify: bool = True
+    relay: Relay | None = None
 
     def steps(self, clock: Callable[[], float], window_bytes: int) -> Steps[Arrival]:
         """Receive every message and put its bytes where they belong; damage is noted, not raised.
 
         Raises:
-            PeerGaveUp: the sender said farewell.
+            PeerGaveUp: the sender, or who was to forward, said farewell.
             LinkError: the link failed.
         """
         return _Receiving(self).steps(Window(self.meter, clock, window_bytes))
@@ -62,72 +56,114 @@ class _Receiving:
     """The payload while it comes in."""
 
     def __init__(self, payload: Payload) -> None:
+        envelope = payload.envelope
         self._payload = payload
         self._link = payload.link
+        self._plan = payload.plan
         self._meter = payload.meter
-        self._envelope = payload.envelope
-        self._tags = Tags(payload.envelope.serial)
+        self._relay = payload.relay
+        self._nonce = envelope.nonce
+        self._sealed = envelope.sealed
+        self._known = envelope.digests
+        self._checks = payload.verify and (envelope.sealed or envelope.digests is not None)
+        self._tags = Tags(envelope.origin, envelope.serial)
         self._staging = Staging(payload.link.device)
-        self._digests: dict[int, int] = {}
+        self._found: dict[int, int] = {}
         self._arrival = Arrival()
-        word = bytearray(farewell(self._envelope.nonce))
-        self._farewell = torch.frombuffer(word, dtype=torch.uint8).to(self._link.device)
 
     def steps(self, window: Window) -> Steps[Arrival]:
-        messages = self._payload.plan.messages
-        seals = iter(seals_of(len(messages)) if self._envelope.sealed else ())
-        for message in messages:
-            yield from window.make_room(message.nbytes)
-            self._post(message, window)
-            last = message.number + 1 == len(messages)
-            if self._envelope.sealed and (last or (message.number + 1) % SEAL_MESSAGES == 0):
-                self._post_seal(next(seals), window)
+        for item in self._plan.sequence(sealed=self._sealed):
+            yield from window.make_room(item.nbytes)
+            if isinstance(item, Seal):
+                self._post_seal(item, window)
+            else:
+                yield from self._post(item, window)
         yield from window.finish()
         return self._arrival
 
-    def _post(self, message: Message, window: Window) -> None:
-        landing = self._payload.landings.by_extent[message.extent]
-        straight = self._payload.ground.straight(message, landing, self._link.takes)
+    def _post(self, message: Message, window: Window) -> Steps[None]:
+        straight = self._straight(message)
         staged = straight is None
-        buffer, rest = straight or (self._staging.take(message.nbytes), landing)
-        pending = self._link.recv(buffer, self._payload.peer, self._tags.message(message.number))
-        if straight is not None:
-            self._meter.posted = message.number + 1
+        if straight is None:
+            yield from self._room(message.nbytes)
+            buffer, rest = self._staging.take(message.nbytes), None
+        else:
+            buffer, rest = straight
+        pending = self._link.recv(buffer, self._meter.peer, self._tags.of(message))
+        if not staged:
+            self._meter.posted = message.end
 
         def done() -> None:
             self._arrived(message, buffer, rest)
-            if staged:
-                self._staging.give_back(buffer)
+            self._hand_on(buffer, staged=staged)
 
         window.add(pending, message.nbytes, done)
 
-    def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing) -> None:
-        if self._envelope.nonce and torch.equal(buffer[:FAREWELL_BYTES], self._farewell):
+    def _straight(self, message: Message) -> tuple[torch.Tensor, Landing] | None:
+        """Give the memory that a message can be received into as it is, and what is left to do after that."""
+        if message.end - message.first > 1:
+            return None
+        chunk = self._plan.chunks[message.first]
+        landing = self._payload.landings.by_extent[chunk.extent]
+        return self._payload.ground.straight(chunk, landing, self._link.takes)
+
+    def _room(self, nbytes: int) -> Steps[None]:
+        if self._relay is not None:
+            yield from self._relay.room(nbytes)
+            for buffer in self._relay.used():
+                self._staging.give_back(buffer)
+
+    def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
+        culprit = culprit_in(head(buffer, FAREWELL_BYTES), self._nonce)
+        if culprit is not None:
+            whose = "its" if culprit == self._meter.peer else f"rank {culprit}'s"
             raise PeerGaveUp(
-                "the sender gave up half-way, because of an error on its side", peer=self._payload.peer
+                f"rank {self._meter.peer} gave up half-way, because of an error on {whose} side",
+                culprit=culprit,
+                peer=self._meter.peer,
             )
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
-        if not self._payload.verify or not (self._envelope.sealed or self._envelope.digests is not None):
-            self._meter.verified.add(message.number)
-        elif self._envelope.digests is not None:
-            self._compare(message.number, digest(buffer), self._envelope.digests[message.number])
+        self._check(message, buffer)
+        chunks = self._plan.chunks_of(message)
+        landings = self._payload.landings.by_extent
+        if rest is None:
+            where = [landings[chunk.extent] for chunk in chunks]
+            if any(landing.direct or landing.spread for landing in where):
+                self._meter.posted = max(self._meter.posted, message.end)
+                self._payload.ground.put(chunks, where, buffer)
+        elif rest.direct or rest.spread:
+            self._payload.ground.put(chunks, [rest], buffer)
+
+    def _check(self, message: Message, buffer: torch.Tensor) -> None:
+        numbers = range(message.first, message.end)
+        if not self._checks:
+            self._meter.verified.update(numbers)
+            return
+        found = digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
+        if self._known is None:
+            self._found.update(zip(numbers, found, strict=True))
         else:
-            self._digests[message.number] = digest(buffer)
-        if rest.direct or rest.spread:
-            self._meter.posted = max(self._meter.posted, message.number + 1)
-            self._payload.ground.put(message, rest, buffer)
+            for number, digest in zip(numbers, found, strict=True):
+                self._compare(number, digest, self._known[number])
+
+    def _hand_on(self, buffer: torch.Tensor, *, staged: bool) -> None:
+        if self._relay is not None:
+            self._relay.offer(buffer, staged=staged)
+        elif staged:
+            self._staging.give_back(buffer)
 
     def _post_seal(self, seal: Seal, window: Window) -> None:
         buffer = torch.zeros(seal.nbytes, dtype=torch.uint8, device=self._link.device)
-        pending = self._link.recv(buffer, self._payload.peer, self._tags.seal(seal.number))
+        pending = self._link.recv(buffer, self._meter.peer, self._tags.of(seal))
 
         def done() -> None:
-            digests, changed = decode_seal(bytes(buffer.cpu().tolist()))
+            expected, changed = decode_seal(head(buffer, seal.nbytes))
             self._arrival.changed = self._arrival.changed or changed
-            if self._payload.verify:
-                for number, expected in zip(range(seal.first, seal.end), digests, strict=True):
-                    self._compare(number, self._digests.pop(number), expected)
+            if self._checks:
+                for number, digest in zip(range(seal.first, seal.end), expected, strict=True):
+                    self._compare(number, self._found.pop(number), digest)
+            self._hand_on(buffer, staged=False)
 
         window.add(pending, seal.nbytes, done)
 

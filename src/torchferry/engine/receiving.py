@@ -7,9 +7,11 @@ breaks the link off: that, too, tells the sender.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from torchferry.core.landing import Landing, Landings, land_fresh, land_in_place
 from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
+from torchferry.core.routes import Route
 from torchferry.core.torn import Truth, paths_of, truth
 from torchferry.core.watch import Rules
 from torchferry.engine.group import Group
@@ -27,12 +30,14 @@ from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.payload import Arrival, Payload
 from torchferry.engine.phases import Phases
+from torchferry.engine.relay import Relay
 from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
 from torchferry.errors import (
     BadManifest,
     Corrupted,
     FerryError,
+    LinkError,
     PeerGaveUp,
     StateMismatch,
     StepMismatch,
@@ -46,14 +51,21 @@ from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
 
+logger = logging.getLogger(__name__)
+
+_LAST_WORD_S = 0.5
+"""How long a receiver that has failed tries to tell the next one."""
+
 
 @dataclass(frozen=True)
 class Pull:
-    """How a state is to be received."""
+    """How a state is to be received. `members` are the ranks that there are, if that is known."""
 
     timeout_s: float
     max_metadata_bytes: int
     step: int | None = None
+    rank: int | None = None
+    members: range | None = None
     target: Callable[[], object] | None = None
     strict: bool = True
     site: Site = field(default_factory=Site)
@@ -97,35 +109,52 @@ class _Transfer:
         self._group = group
         self._runner = terms.runner()
         self._phases = Phases("receive", terms.timeout_s, self._runner.now_s)
+        self._route = Route(peer)
 
     def run(self) -> tuple[object, Report]:
         phases, peer = self._phases, self._peer
+        # Before the frame is there, for the sender is describing its state at the same time.
+        with phases.phase("describe", peer):
+            target = _Target(self._terms)
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
             envelope = self._terms.decode(frame)
             plan = _plan(envelope)
+            self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
             prepared = prepare(envelope.manifest, self._terms.site)
-            receiver = _receiver(prepared, plan, self._terms)
-        with phases.phase("receive tensors", peer):
-            self._receive_payload(envelope, plan, receiver)
+            receiver = _receiver(prepared, plan, target.description(), self._terms)
+        with phases.phase("receive tensors", self._route.source):
+            not_forwarded = self._receive_payload(envelope, plan, receiver)
         self.at_rest = True
         with phases.phase("assemble", peer):
             state = receiver.assemble()
-        report = Report((peer,), plan.payload_bytes, len(frame), len(plan.messages), dict(phases.seconds))
+        report = Report(
+            (peer,),
+            plan.payload_bytes,
+            len(frame),
+            len(plan.messages),
+            dict(phases.seconds),
+            self._route.next,
+            not_forwarded,
+        )
         return state, report
 
     def _receive_frame(self) -> bytes:
         meter = Meter(self._peer, "receive metadata", self._runner.now_s())
         with self._group.header("receive", self._peer, self._phases.left_s):
-            return self._run(meter, frame_steps(self._link, self._peer, self._terms.max_metadata_bytes))
+            steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
+            lane = Lane(meter, steps)
+            self._run([lane])
+            return _outcome(lane)
 
-    def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> None:
-        meter = Meter(self._peer, "receive tensors", self._runner.now_s(), plan.payload_bytes)
+    def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: _Receiver) -> str | None:
+        """Receive, and forward if that was asked for; say why the latter failed, if it did."""
+        meter = self._meter("receive tensors", plan)
         try:
-            arrival = self._run(meter, self._payload_steps(envelope, plan, receiver, meter))
+            arrival, not_forwarded = self._take(envelope, plan, receiver, meter)
             self.at_rest = True
             self._judge(arrival, envelope, plan)
         except FerryError as error:
@@ -135,26 +164,61 @@ class _Transfer:
             raise
         finally:
             receiver.ground.mark_changed()
+        return not_forwarded
 
-    def _payload_steps(
+    def _meter(self, phase: str, plan: Plan) -> Meter:
+        return Meter(self._route.source, phase, self._runner.now_s(), plan.payload_bytes)
+
+    def _take(
         self, envelope: Envelope, plan: Plan, receiver: _Receiver, meter: Meter
-    ) -> Steps[Arrival]:
+    ) -> tuple[Arrival, str | None]:
+        """Take all messages, and pass them on to the next receiver if there is one."""
+        clock, window_bytes = self._runner.now_s, self._terms.window_bytes
+        relay: Relay | None = None
+        forwarding: Lane[None] | None = None
+        if self._route.next is not None:
+            onward = Meter(self._route.next, "forward tensors", clock(), plan.payload_bytes)
+            relay = Relay(self._link, envelope, plan, onward, window_bytes)
+            forwarding = Lane(onward, relay.steps(clock), on_failure=_ending(relay))
         payload = Payload(
-            self._link,
-            self._peer,
-            envelope,
-            plan,
-            receiver.landings,
-            receiver.ground,
-            meter,
-            self._terms.verify,
+            self._link, envelope, plan, receiver.landings, receiver.ground, meter, self._terms.verify, relay
         )
-        return payload.steps(self._runner.now_s, self._terms.window_bytes)
+        steps = payload.steps(clock, window_bytes)
+        if relay is None or forwarding is None:
+            lane = Lane(meter, steps)
+            self._run([lane])
+            return _outcome(lane), None
+        lane = Lane(meter, steps, on_failure=self._telling(relay, forwarding))
+        self._run([lane, forwarding])
+        arrival = _outcome(lane)
+        if forwarding.error is None:
+            return arrival, None
+        if isinstance(forwarding.error, FerryError):
+            note_progress(forwarding.error, onward, envelope.manifest, plan)
+        # This process has its state, which is all that its caller asked for. But a member of the group is
+        # lost.
+        self._group.mark_broken(forwarding.error)
+        logger.warning("the state arrived, but was not forwarded: %s", forwarding.error)
+        return arrival, str(forwarding.error)
+
+    def _telling(self, relay: Relay, forwarding: Lane[None]) -> Callable[[BaseException], None]:
+        """If nothing more arrives here, let the next receiver know, for as long as that may take."""
+
+        def tell(error: BaseException) -> None:
+            culprit = self._terms.rank or 0
+            if isinstance(error, PeerGaveUp) and error.culprit is not None:
+                culprit = error.culprit
+            elif isinstance(error, LinkError):
+                culprit = self._route.source
+            forwarding.ends_s = self._runner.now_s() + _LAST_WORD_S
+            relay.fail(culprit)
+
+        return tell
 
     def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
         if arrival.damaged:
-            extents = {plan.messages[number].extent for number in arrival.damaged}
-            raise Corrupted(paths_of(envelope.manifest, plan.extents, extents), peer=self._peer)
+            extents = {plan.chunks[number].extent for number in arrival.damaged}
+            raise Corrupted(paths_of(envelope.manifest, plan.extents, extents), peer=self._route.source)
         if arrival.changed:
             raise PeerGaveUp(
                 "the sender's state was changed while it was being sent, so what arrived is no state that "
@@ -162,12 +226,8 @@ class _Transfer:
                 peer=self._peer,
             )
 
-    def _run(self, meter: Meter, steps: Steps[T]) -> T:
-        lane = Lane(meter, steps)
-        run_lanes(self._link, [lane], Rules(self._phases.deadline_s, self._terms.stall_s), self._runner)
-        if lane.error is not None:
-            raise lane.error
-        return lane.value  # type: ignore[return-value]
+    def _run(self, lanes: Sequence[Lane[Any]]) -> None:
+        run_lanes(self._link, lanes, Rules(self._phases.deadline_s, self._terms.stall_s), self._runner)
 
     @contextmanager
     def _drained_on_refusal(self, envelope: Envelope, plan: Plan) -> Iterator[None]:
@@ -178,13 +238,60 @@ class _Transfer:
             nowhere = _Receiver(
                 Landings((Landing(),) * len(plan.extents)), Ground.nowhere(), lambda: None, False
             )
-            meter = Meter(self._peer, "compare", self._runner.now_s(), plan.payload_bytes)
             try:
-                self._run(meter, self._payload_steps(envelope, plan, nowhere, meter))
+                self._take(envelope, plan, nowhere, self._meter("compare", plan))
                 self.at_rest = True
             except FerryError as error:
                 refusal.add_note(f"while the refused messages were being dropped: {error}")
             raise
+
+
+def _outcome(lane: Lane[T]) -> T:
+    if lane.error is not None:
+        raise lane.error
+    return lane.value  # type: ignore[return-value]
+
+
+def _ending(relay: Relay) -> Callable[[BaseException], None]:
+    return lambda _: relay.end()
+
+
+class _Target:
+    """The local state that is to be written, described; or what went wrong, raised when it is asked for.
+
+    A failure here is a refusal like any other: the sender's messages are taken first.
+    """
+
+    def __init__(self, terms: Pull) -> None:
+        self._description: Description | None = None
+        self._error: Exception | None = None
+        try:
+            if terms.target is not None:
+                self._description = describe_target(terms.target())
+        except Exception as error:
+            self._error = error
+
+    def description(self) -> Description | None:
+        """Give it; None if what arrives is to be fresh."""
+        if self._error is not None:
+            raise self._error
+        return self._description
+
+
+def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
+    """Find out where the payload comes from and whom it goes to.
+
+    Raises:
+        BadManifest: a way that can't be.
+    """
+    route = envelope.route or Route(peer)
+    others = [rank for rank in (route.source, route.next) if rank is not None]
+    known = all(rank in terms.members for rank in others) if terms.members is not None else True
+    if not known or terms.rank in others or len(set(others)) < len(others) or route.next == peer:
+        raise BadManifest(
+            f"the payload is to come from rank {route.source} and go to rank {route.next}, which can't be"
+        )
+    return route
 
 
 def frame_steps(link: Link, peer: int, max_bytes: int) -> Steps[bytes]:
@@ -205,13 +312,13 @@ def frame_steps(link: Link, peer: int, max_bytes: int) -> Steps[bytes]:
 
 def _plan(envelope: Envelope) -> Plan:
     try:
-        plan = make_plan(envelope.manifest, envelope.chunk_bytes)
+        plan = make_plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
     except TooIntricate as error:
         raise BadManifest(f"overlapping views too irregular to list ({error})") from None
     except TooManyMessages as error:
         raise BadManifest(f"the peer announces more than can be received at once: {error}") from None
-    if envelope.digests is not None and len(envelope.digests) != len(plan.messages):
-        raise BadManifest(f"{len(envelope.digests)} digests for {len(plan.messages)} messages")
+    if envelope.digests is not None and len(envelope.digests) != len(plan.chunks):
+        raise BadManifest(f"{len(envelope.digests)} digests for {len(plan.chunks)} chunks")
     return plan
 
 
@@ -225,9 +332,9 @@ class _Receiver:
     in_place: bool
 
 
-def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
+def _receiver(prepared: Prepared, plan: Plan, target: Description | None, terms: Pull) -> _Receiver:
     manifest = prepared.manifest
-    if terms.target is None:
+    if target is None:
         memories = allocate(manifest)
         return _Receiver(
             land_fresh(plan.extents),
@@ -235,7 +342,6 @@ def _receiver(prepared: Prepared, plan: Plan, terms: Pull) -> _Receiver:
             lambda: assemble_fresh(prepared, memories, terms.site),
             in_place=False,
         )
-    target = describe_target(terms.target())
     pairs, mismatches = compare(manifest, target.manifest, strict=terms.strict)
     if mismatches:
         raise StateMismatch(mismatches)

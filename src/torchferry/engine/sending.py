@@ -7,25 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchferry.core.plan import Message
-from torchferry.core.protocol import (
-    FAREWELL_BYTES,
-    FRAME_TAG,
-    LENGTH_TAG,
-    SEAL_MESSAGES,
-    Tags,
-    encode_seal,
-    farewell,
-    seals_of,
-)
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.core.report import Report
+from torchferry.core.seals import Seal, encode_seal
 from torchferry.core.watch import Rules
-from torchferry.engine.cargo import Cargo, Push, load_cargo
+from torchferry.engine.cargo import Cargo, Push, check_frame, load_cargo
+from torchferry.engine.farewell import say_farewell
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.window import Staging, Steps, Window
-from torchferry.errors import FerryError, SendFailed, StateChanged
+from torchferry.errors import FerryError, LinkBroken, SendFailed, StateChanged
 from torchferry.links.base import Link
 
 
@@ -33,7 +26,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     """Send a state to every peer. Nothing is sent before all of it is known to be sendable.
 
     Returns once the link has taken every byte, which does not say that the peers have them. A peer that is
-    slow or dead holds up nobody but itself.
+    slow or dead holds up nobody but itself, unless the others get the state through it.
 
     Raises:
         Unsendable: something in the state can't travel; nothing was sent.
@@ -47,12 +40,13 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     runner = terms.runner()
     phases = Phases("send", terms.timeout_s, runner.now_s)
     with phases.phase("describe"):
-        cargo = load_cargo(link, state, terms, group, len(peers))
+        cargo = load_cargo(link, peers, state, terms, group)
+        frames = {peer: check_frame(cargo.frame(peer), terms) for peer in peers}
     with phases.phase("send tensors"):
         lanes = []
         for peer in peers:
-            meter = Meter(peer, "send tensors", runner.now_s(), cargo.plan.payload_bytes)
-            steps = send_steps(link, peer, cargo, meter, group, phases.left_s, runner.now_s)
+            meter = Meter(peer, "send tensors", runner.now_s(), cargo.bytes_due(peer))
+            steps = send_steps(link, peer, cargo, frames[peer], meter, group, phases.left_s, runner.now_s)
             lanes.append(Lane(meter, steps))
         try:
             run_lanes(link, lanes, Rules(phases.deadline_s, terms.stall_s), runner)
@@ -63,7 +57,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     return Report(
         tuple(peers),
         cargo.plan.payload_bytes,
-        len(cargo.frame),
+        max(map(len, frames.values()), default=0),
         len(cargo.plan.messages),
         dict(phases.seconds),
     )
@@ -73,42 +67,53 @@ def send_steps(
     link: Link,
     peer: int,
     cargo: Cargo,
+    data: bytes,
     meter: Meter,
     group: Group,
     left_s: Callable[[], float],
     clock: Callable[[], float],
 ) -> Steps[None]:
-    """Send everything to one peer."""
+    """Send the frame to one peer, and the payload if it gets that from here."""
     window = Window(meter, clock, cargo.window_bytes)
-    tags = Tags(cargo.envelope.serial)
-    length = torch.tensor([len(cargo.frame)], dtype=torch.int64, device=link.device)
-    frame = torch.frombuffer(bytearray(cargo.frame), dtype=torch.uint8).to(link.device)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
+    frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
     with group.header("send", peer, left_s):
         window.add(link.send(length, peer, LENGTH_TAG), 0, _nothing)
-        window.add(link.send(frame, peer, FRAME_TAG), len(cargo.frame), _nothing)
+        window.add(link.send(frame, peer, FRAME_TAG), len(data), _nothing)
+    if cargo.sends_to(peer):
+        yield from _payload_steps(link, peer, cargo, meter, window)
+    yield from window.finish()
+
+
+def _payload_steps(link: Link, peer: int, cargo: Cargo, meter: Meter, window: Window) -> Steps[None]:
+    tags = Tags(cargo.envelope.origin, cargo.envelope.serial)
     staging = Staging(link.device)
-    seals = iter(seals_of(len(cargo.plan.messages)) if cargo.envelope.sealed else ())
-    for message in cargo.plan.messages:
-        yield from window.make_room(message.nbytes)
+    sequence = cargo.plan.sequence(sealed=cargo.envelope.sealed)
+    for place, item in enumerate(sequence):
+        yield from window.make_room(item.nbytes)
+        if isinstance(item, Seal):
+            if item.last:
+                # Only when all was read is it known whether anything was changed meanwhile.
+                yield from window.finish()
+            buffer = _seal(cargo, item).to(link.device)
+            window.add(link.send(buffer, peer, tags.of(item)), item.nbytes, _nothing)
+            continue
         try:
-            buffer, staged = cargo.outgoing(link, message, staging)
+            buffer, staged = cargo.outgoing(link, item, staging)
         except Exception:
             if link.sends_short:
-                yield from _say_farewell(link, peer, cargo, message, tags, window)
+                rest = sequence[place:]
+                yield from say_farewell(link, peer, rest, cargo.envelope, cargo.envelope.origin, window)
                 meter.told = True
             raise
-        pending = link.send(buffer, peer, tags.message(message.number))
-        window.add(pending, message.nbytes, _sent(meter, message, staging, buffer if staged else None))
-        last = message.number + 1 == len(cargo.plan.messages)
-        if cargo.envelope.sealed and (last or (message.number + 1) % SEAL_MESSAGES == 0):
-            seal = next(seals)
-            if last:
-                yield from window.finish()
-            digests = cargo.digests[seal.first : seal.end]
-            data = encode_seal([d for d in digests if d is not None], changed=last and cargo.has_changed())
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
-            window.add(link.send(buffer, peer, tags.seal(seal.number)), seal.nbytes, _nothing)
-    yield from window.finish()
+        pending = link.send(buffer, peer, tags.of(item))
+        window.add(pending, item.nbytes, _sent(meter, item, staging, buffer if staged else None))
+
+
+def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:
+    digests = [digest for digest in cargo.digests[seal.first : seal.end] if digest is not None]
+    data = encode_seal(digests, changed=seal.last and cargo.has_changed())
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _sent(
@@ -123,33 +128,11 @@ def _sent(
     return done
 
 
-def _say_farewell(
-    link: Link, peer: int, cargo: Cargo, message: Message, tags: Tags, window: Window
-) -> Steps[None]:
-    """Tell the receiver, in the place of the next message that is long enough, that no more will come."""
-    word = torch.frombuffer(bytearray(farewell(cargo.envelope.nonce)), dtype=torch.uint8).to(link.device)
-    for following in cargo.plan.messages[message.number :]:
-        if following.nbytes >= FAREWELL_BYTES:
-            window.add(link.send(word, peer, tags.message(following.number)), 0, _nothing)
-            yield from window.finish()
-            return
-        _fill_up(link, peer, following.nbytes, tags.message(following.number), window)
-        if cargo.envelope.sealed and (following.number + 1) % SEAL_MESSAGES == 0:
-            seal = following.number // SEAL_MESSAGES
-            _fill_up(link, peer, 8 * (SEAL_MESSAGES + 1), tags.seal(seal), window)
-    yield from window.finish()
-
-
-def _fill_up(link: Link, peer: int, nbytes: int, tag: int, window: Window) -> None:
-    """Send nothing, in the length that is expected, so that the receiver gets as far as the farewell."""
-    window.add(link.send(torch.zeros(nbytes, dtype=torch.uint8, device=link.device), peer, tag), 0, _nothing)
-
-
 def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group: Group) -> None:
-    failed = {lane.meter.peer: lane.error for lane in lanes if lane.error is not None}
     for lane in lanes:
         if isinstance(lane.error, FerryError):
             note_progress(lane.error, lane.meter, cargo.source.manifest, cargo.plan)
+    failed = _behind({lane.meter.peer: lane.error for lane in lanes if lane.error is not None}, cargo)
     if failed:
         first = next(iter(failed.values()))
         group.mark_broken(first)
@@ -163,10 +146,22 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
         errors = {peer: error for peer, error in failed.items() if isinstance(error, FerryError)}
         if len(errors) < len(failed):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
-        delivered = [lane.meter.peer for lane in lanes if lane.error is None]
+        delivered = [lane.meter.peer for lane in lanes if lane.meter.peer not in failed]
         raise SendFailed(delivered, errors) from first
     if changed := cargo.changed_paths():
         raise StateChanged(changed)
+
+
+def _behind(failed: dict[int, BaseException], cargo: Cargo) -> dict[int, BaseException]:
+    """Add those who would have got the payload from one that failed."""
+    found: dict[int, BaseException] = {}
+    for peer, route in cargo.routes.items():
+        if peer in failed:
+            found[peer] = failed[peer]
+        elif route.source in found:
+            what = f"rank {route.source}, which was to forward the state to it, could not be reached"
+            found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
+    return found or failed
 
 
 def _nothing() -> None:

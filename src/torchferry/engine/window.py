@@ -38,6 +38,9 @@ class Window:
         self._entries: deque[_Entry] = deque()
         self._nbytes = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def make_room(self, nbytes: int) -> Steps[None]:
         """Wait until so many bytes more may be under way.
 
@@ -45,7 +48,7 @@ class Window:
             LinkError: a message failed.
         """
         while self._entries and self._nbytes + nbytes > self._most_bytes:
-            yield from self._finish_oldest()
+            yield from self.finish_oldest()
 
     def add(self, pending: Pending, nbytes: int, done: Callable[[], None]) -> None:
         """Note a message that was just started; `done` is called once it is complete."""
@@ -59,9 +62,14 @@ class Window:
             LinkError: a message failed.
         """
         while self._entries:
-            yield from self._finish_oldest()
+            yield from self.finish_oldest()
 
-    def _finish_oldest(self) -> Steps[None]:
+    def finish_oldest(self) -> Steps[None]:
+        """Wait for the oldest message that is under way; there must be one.
+
+        Raises:
+            LinkError: it failed.
+        """
         entry = self._entries[0]
         yield entry.pending
         self._entries.popleft()

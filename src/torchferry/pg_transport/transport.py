@@ -44,6 +44,11 @@ class PGTransport:
         mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape, or
             the same names and shape as a slice of it.
         max_metadata_bytes: the most metadata that is sent or accepted.
+        relay: whether receivers pass the state on to each other, in the order of `dst_ranks`, so that this
+        side's
+            line carries it once and not once for each. By itself it is done for large states and four
+            receivers or more; then a receiver that is lost takes those after it with it. Only asked of the
+            sender.
 
     Raises:
         BadArgument: a timeout that is not positive, or no such device.
@@ -64,6 +69,7 @@ class PGTransport:
         allow_pickle: bool = False,
         mesh: DeviceMesh | None = None,
         max_metadata_bytes: int = MAX_METADATA_BYTES,
+        relay: bool | None = None,
     ) -> None:
         self.last_report: Report | None = None
         self._pg = pg
@@ -74,6 +80,7 @@ class PGTransport:
         self._link = ProcessGroupLink(pg, _device(device))
         self._state_dict = state_dict
         self._strict = strict
+        self._relay = relay
         self._max_metadata_bytes = max_metadata_bytes
         self._pickle = dump_leaf if allow_pickle else None
         self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
@@ -100,6 +107,8 @@ class PGTransport:
             self._timeout_s,
             self._max_metadata_bytes,
             step=_step(step),
+            rank=_number(self._pg, "rank") or 0,
+            relay=self._relay,
             pickle=self._pickle,
             stall_s=self._stall_s,
             verify=self._verify,
@@ -122,10 +131,13 @@ class PGTransport:
             TargetTorn: one of the last three, after local tensors were written; says which.
             GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
+        size = _number(self._pg, "size")
         terms = Pull(
             self._timeout_s,
             self._max_metadata_bytes,
             step=_step(step),
+            rank=_number(self._pg, "rank"),
+            members=None if size is None else range(size),
             target=self._state_dict,
             strict=self._strict,
             site=self._site,

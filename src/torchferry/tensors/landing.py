@@ -9,9 +9,9 @@ import torch
 from torchferry.core.compare import TensorPair
 from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Message
+from torchferry.core.plan import Chunk
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, store
+from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter, store
 from torchferry.tensors.spread import once, spread
 
 
@@ -37,31 +37,41 @@ class Ground:
         return cls(Manifest(0, (), (), (), ()), ())
 
     def straight(
-        self, message: Message, landing: Landing, takes: Callable[[torch.device], bool]
+        self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
     ) -> tuple[torch.Tensor, Landing] | None:
-        """Give memory that the link can write a message into, and what is left to do after that.
+        """Give memory that the link can write a chunk into, and what is left to do after that.
 
-        None if the message must be staged: nowhere to go, gaps, or memory that the link can't reach.
+        None if the chunk must be staged: nowhere to go, gaps, or memory that the link can't reach.
         """
-        if message.piece.repeats:
+        if chunk.piece.repeats:
             return None
         for place in landing.direct:
             memory = self._memory(place)
             if takes(memory.device):
                 rest = tuple(other for other in landing.direct if other is not place)
-                return run_of(memory, message.piece), landing._replace(direct=rest)
+                return run_of(memory, chunk.piece), Landing(rest, landing.spread)
         return None
 
-    def put(self, message: Message, landing: Landing, buffer: torch.Tensor) -> None:
-        """Copy a message's bytes to every place of its landing."""
+    def put(self, chunks: Sequence[Chunk], landings: Sequence[Landing], buffer: torch.Tensor) -> None:
+        """Copy chunks, which lie in a buffer one after the other, to every place of their landings."""
+        if all(len(landing.direct) == 1 and not landing.spread for landing in landings):
+            places = (self._memory(landing.direct[0]) for landing in landings)
+            scatter(zip(places, (chunk.piece for chunk in chunks), strict=True), buffer)
+            return
+        position = 0
+        for chunk, landing in zip(chunks, landings, strict=True):
+            self._put(chunk, landing, buffer[position : position + chunk.nbytes])
+            position += chunk.nbytes
+
+    def _put(self, chunk: Chunk, landing: Landing, buffer: torch.Tensor) -> None:
         for place in landing.direct:
-            store(self._memory(place), message.piece, buffer)
+            store(self._memory(place), chunk.piece, buffer)
         for each in landing.spread:
             assert self._target is not None, "only a local state has tensors to spread into"
             spread(
                 buffer,
-                message.piece,
-                message.position,
+                chunk.piece,
+                chunk.position,
                 self._incoming.tensors[each.incoming],
                 self._target.tensors[each.local],
                 self._target.manifest.tensors[each.local],

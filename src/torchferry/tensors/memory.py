@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from math import gcd
-from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import TensorSpec
 from torchferry.core.showing import show
 from torchferry.errors import BadManifest, StateError
+
+CPU = torch.device("cpu")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Memory(NamedTuple):
+class Memory(Struct, frozen=True):
     """A storage, seen from the manifest: its byte 0 is byte `base` of the torch storage."""
 
     storage: torch.UntypedStorage
@@ -50,7 +53,14 @@ class Memory(NamedTuple):
 
     def at(self, delta: int) -> Memory:
         """See the same storage from `delta` bytes further on."""
-        return self._replace(base=self.base + delta)
+        return Memory(self.storage, self.base + delta, self.device) if delta else self
+
+    def address_of(self, piece: Extent) -> int | None:
+        """Say where a piece lies; None if it has gaps, is gone, or is not in the CPU's memory."""
+        start = self.base + piece.offset
+        if piece.repeats or self.device != CPU or start + piece.run_bytes > self.storage.nbytes():
+            return None
+        return self.storage.data_ptr() + start
 
 
 def check_room(nbytes: int, what: str) -> None:
@@ -79,10 +89,10 @@ def new_memory(nbytes: int, device: torch.device) -> Memory:
 def memory_at(address: int, nbytes: int) -> Memory:
     """See memory of this process as a storage. The caller keeps its owner alive."""
     if nbytes == 0:
-        return new_memory(0, torch.device("cpu"))
+        return new_memory(0, CPU)
     block = (ctypes.c_uint8 * nbytes).from_address(address)
     storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-    return Memory(storage, 0, torch.device("cpu"))
+    return Memory(storage, 0, CPU)
 
 
 def strided(
@@ -158,6 +168,39 @@ def check_dtype(spec: TensorSpec) -> None:
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     """Give a plain piece as the bytes in memory themselves."""
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
+
+
+def gather(places: Iterable[tuple[Memory, Extent]], buffer: torch.Tensor) -> None:
+    """Copy pieces of memory into a flat buffer, one after the other."""
+    start = _address(buffer)
+    position = 0
+    for memory, piece in places:
+        nbytes = piece.nbytes
+        address = memory.address_of(piece)
+        if start is None or address is None:
+            load(memory, piece, buffer[position : position + nbytes])
+        else:
+            # A call of torch's takes several times as long as it takes to copy a small piece.
+            ctypes.memmove(start + position, address, nbytes)
+        position += nbytes
+
+
+def scatter(places: Iterable[tuple[Memory, Extent]], buffer: torch.Tensor) -> None:
+    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
+    start = _address(buffer)
+    position = 0
+    for memory, piece in places:
+        nbytes = piece.nbytes
+        address = memory.address_of(piece)
+        if start is None or address is None:
+            store(memory, piece, buffer[position : position + nbytes])
+        else:
+            ctypes.memmove(address, start + position, nbytes)
+        position += nbytes
+
+
+def _address(buffer: torch.Tensor) -> int | None:
+    return buffer.data_ptr() if buffer.device == CPU else None
 
 
 def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:

@@ -4,7 +4,8 @@ Rules of this file:
 - Memory is memory. Two torch storages that lie in the same bytes (an ndarray and the tensor made from it)
   are one storage here.
 - A storage starts at the first byte that some tensor uses and ends at the last, so that a small view of a
-  large storage does not cost its size, here or at the receiver.
+  large storage does not cost its size, here or at the receiver. Where ndarrays may lie in it, whose items are
+  entered as bytes but want to be aligned too, it starts up to 15 bytes before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import TensorSpec
 from torchferry.tensors.memory import Memory, dtype_name, memory_at
 
@@ -24,6 +26,14 @@ class _Block(NamedTuple):
     nbytes: int
     device: torch.device
     storage: torch.UntypedStorage
+
+
+class _Home(NamedTuple):
+    """Where a block lies: `shift` bytes into memory that may be cut at multiples of `unit`."""
+
+    memory: Memory
+    shift: int
+    unit: int
 
 
 class StorageTable:
@@ -56,13 +66,15 @@ class StorageTable:
         places: dict[int, int] = {}
         rough: list[TensorSpec] = []
         memories: list[Memory] = []
+        units: list[int] = []
         for tensor, block in zip(self.tensors, self._block_of, strict=True):
-            memory, shift = homes[block]
+            memory, shift, unit = homes[block]
             storage = places.setdefault(id(memory.storage), len(memories))
             if storage == len(memories):
                 memories.append(memory)
+                units.append(unit)
             rough.append(_spec(tensor, storage, shift))
-        return _trimmed(rough, memories)
+        return _trimmed(rough, memories, units)
 
 
 def _spec(tensor: torch.Tensor, storage: int, shift: int) -> TensorSpec:
@@ -79,59 +91,63 @@ def _spec(tensor: torch.Tensor, storage: int, shift: int) -> TensorSpec:
     )
 
 
-def _homes(blocks: list[_Block], widest: list[int]) -> list[tuple[Memory, int]]:
-    """For each block, give the memory that it lies in and how far from its start.
+def _homes(blocks: list[_Block], widest: list[int]) -> list[_Home]:
+    """Find a home for each block: the same for blocks in the same memory.
 
     `widest` has the size of the largest item that is seen in each block.
     """
-    homes: list[tuple[Memory, int]] = [(Memory(block.storage, 0, block.device), 0) for block in blocks]
+    homes = [
+        _Home(Memory(block.storage, 0, block.device), 0, unit)
+        for block, unit in zip(blocks, widest, strict=True)
+    ]
     order = sorted(
         (n for n, block in enumerate(blocks) if block.nbytes and block.device.type == "cpu"),
-        key=lambda n: (blocks[n].address, -blocks[n].nbytes),
+        key=lambda n: blocks[n].address,
     )
-    group: list[int] = []
+    cluster: list[int] = []
     end = 0
     for number in order:
         block = blocks[number]
-        if group and not _joins(blocks[group[0]], end, block, widest[number]):
-            _share(blocks, group, end, homes)
-            group, end = [], 0
-        group.append(number)
+        if block.address >= end:
+            _share(blocks, widest, cluster, homes)
+            cluster = []
+        cluster.append(number)
         end = max(end, block.address + block.nbytes)
-    _share(blocks, group, end, homes)
+    _share(blocks, widest, cluster, homes)
     return homes
 
 
-def _joins(first: _Block, end: int, block: _Block, itemsize: int) -> bool:
-    # Items must lie at multiples of their size from the storage's start, or no tensor could see them.
-    return block.address < end and (block.address - first.address) % itemsize == 0
-
-
-def _share(blocks: list[_Block], group: list[int], end: int, homes: list[tuple[Memory, int]]) -> None:
-    if len(group) < 2:
-        return
-    first = blocks[group[0]]
-    memory = homes[group[0]][0]
-    if first.address + first.nbytes < end:
-        memory = memory_at(first.address, end - first.address)
-    for number in group:
-        homes[number] = (memory, blocks[number].address - first.address)
+def _share(blocks: list[_Block], widest: list[int], cluster: list[int], homes: list[_Home]) -> None:
+    """Give blocks that overlap, in order of address, one home: or as few as their items allow."""
+    while len(cluster) > 1:
+        # Items must lie at multiples of their size from the storage's start, or no tensor could see them. So
+        # it starts at a multiple of ITEM_BYTES, unless the widest items are not aligned themselves.
+        leader = max(cluster, key=lambda n: widest[n])
+        astray = blocks[leader].address % widest[leader]
+        group = [n for n in cluster if (blocks[n].address - astray) % widest[n] == 0]
+        cluster = [n for n in cluster if (blocks[n].address - astray) % widest[n]]
+        if len(group) < 2:
+            continue
+        first = blocks[group[0]].address
+        start = first - (first - astray) % ITEM_BYTES
+        # What lies before the first block is only counted from, and never read or written.
+        memory = memory_at(start, max(blocks[n].address + blocks[n].nbytes for n in group) - start)
+        for number in group:
+            homes[number] = _Home(memory, blocks[number].address - start, ITEM_BYTES)
 
 
 def _trimmed(
-    rough: list[TensorSpec], memories: list[Memory]
+    rough: list[TensorSpec], memories: list[Memory], units: list[int]
 ) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
     """Cut each storage to what its tensors use, keeping items at multiples of their size."""
     starts: dict[int, int] = {}
     ends = [0] * len(memories)
-    widest = [1] * len(memories)
     for spec in rough:
-        widest[spec.storage] = max(widest[spec.storage], spec.itemsize)
         if 0 in spec.shape:
             continue
         starts[spec.storage] = min(starts.get(spec.storage, spec.offset), spec.offset)
         ends[spec.storage] = max(ends[spec.storage], _end(spec))
-    bases = [starts.get(n, 0) // widest[n] * widest[n] for n in range(len(memories))]
+    bases = [starts.get(n, 0) // unit * unit for n, unit in enumerate(units)]
     specs = tuple(
         TensorSpec(
             s.dtype,

@@ -1,26 +1,88 @@
-"""The plan: one message a tensor, unless it is large; and nothing but what is used."""
+"""The plan: one message a tensor, unless it is large or there are many; and nothing but what is used."""
 
 from __future__ import annotations
 
+import pytest
+
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
-from torchferry.core.plan import CHUNK_BYTES, make_plan
+from torchferry.core.plan import (
+    CHUNK_BYTES,
+    MAX_MESSAGES,
+    PACK_BYTES,
+    PACK_FROM,
+    PACKED_BYTES,
+    SEAL_MESSAGES,
+    Message,
+    TooManyMessages,
+    make_plan,
+)
+from torchferry.core.seals import Seal
 
 
 def state(*tensors: TensorSpec) -> Manifest:
-    return Manifest(0, (), (Leaf("tensor", (0,)),), tensors, (1 << 40,) * 10)
+    return Manifest(0, (), (Leaf("tensor", (0,)),), tensors, (1 << 40,) * len(tensors))
 
 
-def test_small_tensors_are_one_message_each_in_order() -> None:
-    plan = make_plan(state(*(TensorSpec("float32", 4, (10,), (1,), n, 0) for n in range(5))))
-    assert [message.piece.storage for message in plan.messages] == [0, 1, 2, 3, 4]
-    assert [message.number for message in plan.messages] == [0, 1, 2, 3, 4]
-    assert plan.payload_bytes == 5 * 40
+def tensors(count: int, nbytes: int) -> list[TensorSpec]:
+    return [TensorSpec("uint8", 1, (nbytes,), (1,), n, 0) for n in range(count)]
+
+
+def test_a_few_small_tensors_are_one_message_each_in_order() -> None:
+    plan = make_plan(state(*tensors(PACK_FROM - 1, 40)))
+    assert [chunk.piece.storage for chunk in plan.chunks] == list(range(PACK_FROM - 1))
+    assert [message.number for message in plan.messages] == list(range(PACK_FROM - 1))
+    assert plan.payload_bytes == (PACK_FROM - 1) * 40
+    assert plan.pack_bytes == 0
+
+
+def test_many_small_tensors_are_packed_and_large_ones_are_not() -> None:
+    count = 2 * PACKED_BYTES // 4096
+    specs = [*tensors(count, 4096), TensorSpec("uint8", 1, (PACK_BYTES,), (1,), count, 0)]
+    plan = make_plan(state(*specs))
+    assert [message.nbytes for message in plan.messages] == [PACKED_BYTES, PACKED_BYTES, PACK_BYTES]
+    assert [chunk.extent for message in plan.messages for chunk in plan.chunks_of(message)] == list(
+        range(count + 1)
+    )
+    assert all(chunk.position == 0 for chunk in plan.chunks)
+
+
+def test_a_receiver_packs_as_it_is_told_and_not_as_it_would() -> None:
+    many = state(*tensors(PACK_FROM * 2, 40))
+    assert len(make_plan(many, pack_bytes=0).messages) == PACK_FROM * 2
+    few = state(*tensors(2, 40))
+    assert len(make_plan(few, pack_bytes=64).messages) == 1
+    sent = make_plan(many)
+    assert make_plan(many, pack_bytes=sent.pack_bytes) == sent
+
+
+@pytest.mark.parametrize("pack_bytes", [0, 1 << 12])
+def test_a_plan_that_nobody_could_list_is_refused(pack_bytes: int) -> None:
+    huge = TensorSpec("uint8", 1, (MAX_MESSAGES * CHUNK_BYTES + 1,), (1,), 0, 0)
+    with pytest.raises(TooManyMessages):
+        make_plan(state(huge), pack_bytes=pack_bytes)
+
+
+def test_every_chunk_is_in_one_seal_which_follows_it() -> None:
+    for count in (1, SEAL_MESSAGES, SEAL_MESSAGES + 1, 5 * SEAL_MESSAGES + 3):
+        plan = make_plan(state(*tensors(count, PACK_BYTES)))
+        sequence = plan.sequence(sealed=True)
+        seals = [item for item in sequence if isinstance(item, Seal)]
+        assert [n for seal in seals for n in range(seal.first, seal.end)] == list(range(len(plan.chunks)))
+        assert [seal.last for seal in seals] == [False] * (len(seals) - 1) + [True]
+        sent = 0
+        for item in sequence:
+            if isinstance(item, Message):
+                sent = item.end
+            else:
+                assert item.end == sent
+        assert [item for item in sequence if isinstance(item, Message)] == list(plan.messages)
+        assert plan.sequence(sealed=False) == list(plan.messages)
 
 
 def test_a_large_tensor_is_cut_and_the_pieces_follow_one_another() -> None:
     nbytes = 3 * CHUNK_BYTES + 8
     plan = make_plan(state(TensorSpec("uint8", 1, (nbytes,), (1,), 0, 0)))
-    assert [message.position for message in plan.messages] == [n * CHUNK_BYTES for n in range(4)]
+    assert [chunk.position for chunk in plan.chunks] == [n * CHUNK_BYTES for n in range(4)]
     assert max(message.nbytes for message in plan.messages) == CHUNK_BYTES
     assert plan.payload_bytes == nbytes
 

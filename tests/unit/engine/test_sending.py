@@ -142,7 +142,7 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
         **{f"tiny{n}": torch.tensor(1.0) for n in range(40)},
         "last": torch.ones(64),
     }
-    terms = Push(10, MAX_METADATA_BYTES, ahead_bytes=0)
+    terms = Push(10, MAX_METADATA_BYTES, ahead_bytes=0, pack_from=1000)
 
     def fail_after_two(self: Cargo, link: object, message: Message, staging: object) -> object:
         if message.number >= 2:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from tests.support.equality import assert_same
 from tests.unit.pg_transport.quacking import Ends
 from torchferry import BadManifest, PeerError, PickleRefused, StateMismatch, Unsendable
+from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.pg_transport import _prepare_state_dict, _StateDictMeta
 
@@ -37,7 +38,7 @@ def push_pickle(ends: Ends, frame: bytes, payload: list[torch.Tensor] | None = N
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     for number, tensor in enumerate(payload or []):
-        link.send(tensor, 1, Tags(0).message(number))
+        link.send(tensor, 1, Tags(0, 0).of(Message(number, 0, 1, 0)))
 
 
 def received(frame: bytes, **keywords: Any) -> Any:

@@ -211,7 +211,13 @@ def test_a_report_says_what_was_moved_and_how_long_each_phase_took() -> None:
     assert sent.messages == received.messages == 2
     assert sent.metadata_bytes == received.metadata_bytes > 0
     assert list(sent.phases_s) == ["describe", "send tensors"]
-    assert list(received.phases_s) == ["receive metadata", "compare", "receive tensors", "assemble"]
+    assert list(received.phases_s) == [
+        "describe",
+        "receive metadata",
+        "compare",
+        "receive tensors",
+        "assemble",
+    ]
     assert sent.seconds == sum(sent.phases_s.values()) > 0
 
 

@@ -30,7 +30,7 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     for message in make_plan(manifest).messages:
-        link.send(torch.zeros(message.nbytes, dtype=torch.uint8), 1, Tags(0).message(message.number))
+        link.send(torch.zeros(message.nbytes, dtype=torch.uint8), 1, Tags(0, 0).of(message))
     terms = Pull(5, 1 << 20, target=None if into is None else lambda: {"model": {"odd": into}})
     try:
         return pull(network.link(1), 0, terms)[0]

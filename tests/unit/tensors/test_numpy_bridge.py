@@ -66,6 +66,7 @@ from tests.support.transfer import ferry
 from torchferry.core.codec import Envelope, encode
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.codec import pack
+from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.engine import Pull, pull
 from torchferry.errors import UnknownType
@@ -99,7 +100,7 @@ def incoming(leaf, *tensors):
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     if tensors:
-        link.send(torch.zeros(16, dtype=torch.uint8), 1, Tags(0).message(0))
+        link.send(torch.zeros(16, dtype=torch.uint8), 1, Tags(0, 0).of(Message(0, 0, 1, 16)))
     try:
         pull(network.link(1), 0, Pull(5, 1 << 20))
     except UnknownType as error:

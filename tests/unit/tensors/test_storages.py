@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 import pytest
 import torch
@@ -115,6 +117,66 @@ def test_memory_in_which_the_items_of_one_owner_have_no_place_for_the_other_stil
     received = ferry(state).state
     assert torch.equal(received["words"], state["words"])
     assert torch.equal(received["odd"], state["odd"])
+
+
+def test_views_that_begin_anywhere_in_shared_memory_share_it_whatever_the_size_of_their_items() -> None:
+    """The first begins eight bytes in, where no item of sixteen could."""
+    array = torch.arange(10.0, dtype=torch.float64).numpy()
+    state = {"tail": torch.from_numpy(array[1:]), "pairs": torch.from_numpy(array[2:].view("c16"))}
+    ferried = ferry(state)
+    assert ferried.payload_bytes == 72
+    ferried.state["tail"][1] = 42
+    assert ferried.state["pairs"][0] == 42 + 3j
+
+
+@pytest.mark.parametrize("first", ["array", "tensor"])
+def test_an_array_that_is_not_aligned_and_its_tensor_share_their_bytes(first: str) -> None:
+    array = numpy.frombuffer(bytearray(range(65)), "f8", offset=1)
+    views: dict[str, Any] = {"array": array, "tensor": torch.from_numpy(array)}
+    state = {first: views.pop(first), **views}
+    ferried = ferry(state)
+    assert ferried.payload_bytes == 64
+    ferried.state["tensor"][3] = 42
+    assert ferried.state["array"][3] == 42
+
+
+def test_views_share_their_bytes_though_another_one_there_can_not() -> None:
+    raw = numpy.arange(64, dtype="u1")
+    state = {
+        "odd": torch.frombuffer(raw.data, dtype=torch.int64, offset=4, count=7),
+        "one": torch.frombuffer(raw.data, dtype=torch.int64, offset=8, count=5),
+        "two": torch.frombuffer(raw.data, dtype=torch.int64, offset=16, count=5),
+    }
+    ferried = ferry(state)
+    assert ferried.payload_bytes == 56 + 48
+    for name, tensor in state.items():
+        assert torch.equal(ferried.state[name], tensor)
+    ferried.state["one"][1] = 42
+    assert ferried.state["two"][0] == 42
+
+
+def test_an_array_that_is_aligned_arrives_so_whatever_shares_its_memory() -> None:
+    raw = torch.arange(64, dtype=torch.uint8).numpy()
+    alone = raw[3:][5:13].view("f8")
+    state = {"bytes": raw[3:30], "words": raw[8:24].view("f8"), "tensor": torch.from_numpy(raw[5:40])}
+    for sent in ({"alone": alone}, state):
+        received = ferry(sent).state
+        assert_same(sent, received)
+        assert all(array.flags.aligned for array in received.values() if isinstance(array, numpy.ndarray))
+
+
+@pytest.mark.parametrize("theirs", range(0, 32, 8))
+@pytest.mark.parametrize("ours", range(0, 32, 8))
+def test_shared_memory_lands_in_shared_memory_of_another_alignment(theirs: int, ours: int) -> None:
+    def views(raw: Any, start: int) -> dict[str, Any]:
+        within = raw[start : start + 32]
+        return {"array": within.view("f8"), "tail": torch.from_numpy(within[3:]), "head": within[1:9]}
+
+    source = torch.arange(64, dtype=torch.uint8).numpy()
+    local = torch.full((64,), 255, dtype=torch.uint8).numpy()
+    assert ferry(views(source, theirs), into=views(local, ours)).payload_bytes == 32
+    assert local[ours : ours + 32].tolist() == list(range(theirs, theirs + 32))
+    assert set(local[:ours]) | set(local[ours + 32 :]) == {255}
 
 
 def test_a_local_storage_seen_by_an_array_and_a_tensor_can_not_take_two_values() -> None:

@@ -238,8 +238,8 @@ class SimulatedRunner:
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Take steps as messages complete, until a lane is over or the time has come."""
         while True:
-            for lane, op, rules in list(self._at.values()):
-                self._go_on(lane, op, rules)
+            while self._takes_steps():
+                pass
             if any(lane.over for lane in lanes) or self._world.now_s >= until_s:
                 return
             deadlines = [rules.deadline_s for _, _, rules in self._at.values()]
@@ -247,6 +247,13 @@ class SimulatedRunner:
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
         """Nothing is left behind here."""
+
+    def _takes_steps(self) -> bool:
+        """Let every lane go on that can; say whether any did, for that may let others."""
+        before = {number: op for number, (_, op, _) in self._at.items()}
+        for lane, op, rules in list(self._at.values()):
+            self._go_on(lane, op, rules)
+        return {number: op for number, (_, op, _) in self._at.items()} != before
 
     def _go_on(self, lane: Lane[Any], op: Op, rules: Rules) -> None:
         if lane.over:

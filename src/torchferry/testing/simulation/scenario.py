@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchferry.core.protocol import SEAL_MESSAGES
+from torchferry.core.plan import SEAL_MESSAGES
 from torchferry.engine import Group, Pull, Push, pull, push
 from torchferry.errors import FerryError, StateMismatch, TargetTorn
 from torchferry.testing.simulation.network import Harm, Network, SimulatedRunner
@@ -24,6 +24,8 @@ _DAMAGE = ("flip", "truncate", "extend", "stale", "lose")
 _SLACK_S = 0.5
 _FOUND_S = 1.0
 _FOR_GOOD_S = 1e6
+_NEVER = 1 << 30
+_MOST_PACKED = 16
 _CRAWL_S = 1.0
 
 State = dict[str, Any]
@@ -39,6 +41,8 @@ class Play:
 
     seed: int
     receivers: int
+    relayed: bool
+    packed: bool
     in_place: bool
     ahead: bool
     slowness_s: float
@@ -52,7 +56,7 @@ class Play:
 def plan_play(seed: int) -> Play:
     """Decide on a run: mostly one trouble, sometimes none, sometimes two."""
     chance = Random(seed)
-    receivers = chance.choice((1, 1, 1, 2, 3))
+    receivers = chance.choice((1, 1, 1, 2, 3, 4))
     troubles = set(
         chance.sample(("harm", "kill", "stop", "refuse", "change", "crawl"), chance.choice((0, 1, 1, 1, 2)))
     )
@@ -60,6 +64,8 @@ def plan_play(seed: int) -> Play:
     return Play(
         seed,
         receivers,
+        receivers > 1 and chance.random() < 0.6,
+        chance.random() < 0.5,
         chance.random() < 0.6,
         chance.random() < 0.4,
         _CRAWL_S if "crawl" in troubles else chance.choice((0.0, 0.001, 0.02, 0.05)),
@@ -135,7 +141,10 @@ class _Run:
         terms = Push(
             _TIMEOUT_S,
             _MOST_METADATA_BYTES,
+            relay=self.play.relayed,
             chunk_bytes=_CHUNK_BYTES,
+            relay_chunk_bytes=_CHUNK_BYTES,
+            pack_from=2 if self.play.packed else _NEVER,
             window_bytes=_WINDOW_BYTES,
             ahead_bytes=1 << 20 if self.play.ahead else 0,
             runner=self._runner(0),
@@ -147,6 +156,8 @@ class _Run:
         terms = Pull(
             _TIMEOUT_S,
             _MOST_METADATA_BYTES,
+            rank=rank,
+            members=range(self.play.receivers + 1),
             target=(lambda: target) if self.play.in_place or self.play.refuses else None,
             window_bytes=_WINDOW_BYTES,
             runner=self._runner(rank),
@@ -200,7 +211,11 @@ class _Run:
         if play.killed is None or play.stopped is not None or play.harms:
             return
         dead, at_s = play.killed
-        depends = (rank == 0 and play.receivers == 1 and dead == 1) or (rank > 0 and dead == 0)
+        if play.relayed:
+            # The news is passed on as messages are, and crawls as they do.
+            depends = rank > 0 and dead < rank and play.slowness_s < _CRAWL_S
+        else:
+            depends = (rank == 0 and play.receivers == 1 and dead == 1) or (rank > 0 and dead == 0)
         if depends and self.world.processes[dead].killed_s is not None and process.error is not None:
             assert process.ended_s is not None
             assert process.ended_s <= at_s + _FOUND_S, (
@@ -227,7 +242,10 @@ class _Run:
     def _check_memory(self) -> None:
         for rank, most in self.network.most_under_way.items():
             # The window, and for each peer one chunk that is larger than its share, and two seals.
-            allowed = _WINDOW_BYTES + self.play.receivers * (_CHUNK_BYTES + 2 * 8 * (SEAL_MESSAGES + 1))
+            seals = 2 * 8 * (SEAL_MESSAGES + _MOST_PACKED)
+            allowed = _WINDOW_BYTES + self.play.receivers * (_CHUNK_BYTES + seals)
+            if self.play.relayed and rank > 0:
+                allowed = 2 * (_WINDOW_BYTES + _CHUNK_BYTES + seals)
             assert most <= allowed, f"rank {rank} had {most} bytes under way"
 
     def _check_sender(self) -> None:
@@ -245,8 +263,12 @@ class _Run:
 
     def _check_others(self, dead: int) -> None:
         for rank in self.targets:
-            if rank != dead:
-                assert self.world.processes[rank].error is None, f"rank {rank} suffered from {dead}'s death"
+            error = self.world.processes[rank].error
+            if self.play.relayed and rank > dead:
+                named = error is None or f"rank {dead}" in str(error)
+                assert named, f"rank {rank} does not know that it suffers from {dead}'s death: {error}"
+            elif rank != dead:
+                assert error is None, f"rank {rank} suffered from {dead}'s death"
 
 
 def make_state(seed: int) -> State:
@@ -259,6 +281,7 @@ def make_state(seed: int) -> State:
         "tail": base[40:150],
         "column": torch.randn(30, 4, generator=numbers)[:, 1],
         "tiny": torch.tensor(float(seed % 97)),
+        **{f"bias{n}": torch.randn(n, generator=numbers) for n in range(1, 8)},
         "step": seed,
         "note": "a value that any damaged bit makes another value, " * 5,
     }

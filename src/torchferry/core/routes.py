@@ -1,0 +1,55 @@
+"""Who passes the payload on to whom, when it goes to several receivers.
+
+The sender gives every receiver its header itself. The payload goes either from the sender to each, or along a
+chain: the sender to the first, each receiver to the next as the pieces arrive. Along a chain the sender's
+line carries the state once, whatever the number of receivers; but whoever comes after a receiver depends on
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from torchferry.core.manifest import Count
+
+RELAY_RECEIVERS = 4
+"""Fewer receivers are each sent to: up to three times the time, and none of them can fail another."""
+
+RELAY_SAVES_BYTES = 512 << 20
+"""What a chain must spare the sender's line before it is chosen: half a second at 10 Gbit/s."""
+
+
+class Route(Struct, frozen=True, array_like=True):
+    """Where one receiver's payload comes from, and whom it forwards it to."""
+
+    source: Count
+    next: Count | None = None
+
+
+def relays(payload_bytes: int, receivers: int, wanted: bool | None = None) -> bool:
+    """Choose between a chain and sending to each. `wanted` forces either.
+
+    >>> relays(128 << 20, 6), relays(64 << 20, 3), relays(64 << 20, 3, wanted=True)
+    (True, False, True)
+    """
+    if receivers < 2:
+        return False
+    if wanted is not None:
+        return wanted
+    return receivers >= RELAY_RECEIVERS and payload_bytes * (receivers - 1) >= RELAY_SAVES_BYTES
+
+
+def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
+    """Give each receiver its route along a chain, in the order given.
+
+    >>> chain(0, [4, 2])
+    {4: Route(source=0, next=2), 2: Route(source=4, next=None)}
+    """
+    sources = (origin, *receivers)
+    followers = (*receivers[1:], None)
+    return {
+        receiver: Route(source, follower)
+        for receiver, source, follower in zip(receivers, sources, followers, strict=False)
+    }
