@@ -6,14 +6,11 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-if TYPE_CHECKING:
-    from torchferry.bench.results import Results
 
 _LOG_COLUMNS = 132
 _FAILED, _REFUSED = 1, 2
@@ -32,6 +29,7 @@ def bench_cluster(
         int, typer.Option(min=2, max=_MOST_HOSTS, help="How many hosts. The marks are for 7.")
     ] = _MOST_HOSTS,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
 ) -> None:
     """Measure on a cluster how the time grows with the number of receivers.
 
@@ -48,34 +46,28 @@ def bench_cluster(
     # A log is as wide as it needs to be.
     console = Console() if sys.stdout.isatty() else Console(width=_LOG_COLUMNS)
     # Here, because it imports torch, which takes seconds that `--help` need not take.
-    from torchferry.bench import measuring_cluster
+    from torchferry.bench import asking, measuring_cluster
     from torchferry.bench.fleet import FleetFailed
     from torchferry.bench.hosts import ClusterRefused
-    from torchferry.bench.results import write_json
     from torchferry.bench.works import Size
 
     if size not in list(Size):
         _stop(console, f"there is no size {size!r}; there are: {', '.join(Size)}", _REFUSED)
-    if json is not None and (json.is_dir() or not json.absolute().parent.is_dir()):
-        _stop(console, f"{json} can't be written: it is a folder, or its folder is not there", _REFUSED)
+    outputs = asking.Outputs(json=json, report=report)
     try:
+        outputs.check()
         results = measuring_cluster.measure(Size(size), hosts, repeats, _command_line(), console)
+        console.print(measuring_cluster.growth_table(results))
+        exit_code = asking.show(results, outputs, console)
+    except asking.Refused as refusal:
+        _stop(console, str(refusal), refusal.exit_code)
     except ClusterRefused as refusal:
         _stop(console, f"no cluster can be built here: {refusal}", _REFUSED)
     except FleetFailed as failure:
         _stop(console, f"{failure}\nThe cluster has been removed.", _FAILED)
     except KeyboardInterrupt:
         _stop(console, "interrupted. The cluster has been removed.", _INTERRUPTED)
-    measuring_cluster.print_all(results, console)
-    if json is not None:
-        write_json(results, json)
-        console.print(f"wrote {json}", highlight=False)
-    raise typer.Exit(_exit_code(results))
-
-
-def _exit_code(results: "Results") -> int:
-    ferries = {one.name for one in results.systems if one.kind == "ferry"}
-    return _FAILED if any(one.failed and one.system in ferries for one in results.series) else 0
+    raise typer.Exit(exit_code)
 
 
 def _stop(console: Console, message: str, exit_code: int) -> NoReturn:

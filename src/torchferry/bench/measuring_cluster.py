@@ -17,11 +17,11 @@ from torchferry.bench.marks import judge
 from torchferry.bench.results import Results, Series, SystemTitle, WorkTitle, find
 from torchferry.bench.run import Began, Event, Measured, Took
 from torchferry.bench.systems import SYSTEMS
-from torchferry.bench.table import print_results
 from torchferry.bench.wording import say_seconds
 from torchferry.bench.works import Size
 from torchferry.local import dismiss_server
 
+_FORCED = {"-direct": ", relays off", "-chain": ", relays on"}
 _REPEATS = {Size.SMOKE: 1, Size.SMALL: 3, Size.FULL: 5}
 
 
@@ -56,12 +56,6 @@ def measure(size: Size, hosts: int, repeats: int | None, command: str, console: 
     )
 
 
-def print_all(results: Results, console: Console) -> None:
-    """Print the growth with the number of receivers, all figures, and the marks."""
-    console.print(growth_table(results))
-    print_results(results, console)
-
-
 def growth_table(results: Results) -> Table:
     """Each case of fan-out by each system, as a multiple of the time of one link."""
     table = Table(
@@ -75,10 +69,10 @@ def growth_table(results: Results) -> Table:
     for name in ("median", "× one link", "between"):
         table.add_column(name, justify="right", no_wrap=True)
     one_link = find(results.series, ONE_LINK.case, ONE_LINK.system)
-    for series in results.of("fan-out"):
+    for series in sorted(results.of("fan-out"), key=lambda one: one.receivers):
         title = results.system_title(series.system).title
-        relays = ", relays off" if series.case.endswith("-direct") else ""
-        table.add_row(str(series.receivers), f"{title}{relays}", *_against(series, one_link))
+        forced = next((said for end, said in _FORCED.items() if series.case.endswith(end)), "")
+        table.add_row(str(series.receivers), f"{title}{forced}", *_against(series, one_link))
     return table
 
 
