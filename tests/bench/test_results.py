@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.bench.samples import a_whole_run
-from torchferry.bench.results import read_json, write_json
+from torchferry.bench.results import merge, read_json, write_json
 from torchferry.errors import BadArgument
 
 
@@ -35,3 +35,27 @@ class TestTheJson:
         write_json(other, tmp_path / "other.json")
         with pytest.raises(BadArgument, match="format 99"):
             read_json(tmp_path / "other.json")
+
+
+class TestSeveralRuns:
+    def test_become_one_with_what_each_has(self) -> None:
+        whole = a_whole_run()
+        parts = [
+            msgspec.structs.replace(
+                whole,
+                works=tuple(one for one in whole.works if (one.name == "views") is views),
+                series=tuple(one for one in whole.series if (one.work == "views") is views),
+                judgements=tuple(one for one in whole.judgements if (one.work == "views") is views),
+            )
+            for views in (False, True)
+        ]
+        merged = merge(*parts)
+        assert {one.name for one in merged.works} == {one.name for one in whole.works}
+        assert sorted(one.case for one in merged.series) == sorted(one.case for one in whole.series)
+        assert len(merged.judgements) == len(whole.judgements)
+
+    def test_of_the_same_thing_leave_the_later(self) -> None:
+        earlier = a_whole_run()
+        again = msgspec.structs.replace(earlier.series[0], takes=earlier.series[0].takes[:1])
+        merged = merge(earlier, msgspec.structs.replace(earlier, series=(again,)))
+        assert merged.series == (again, *earlier.series[1:])

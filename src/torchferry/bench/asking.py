@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from torchferry.bench import markdown, page
 from torchferry.bench.crew import BenchFailed
 from torchferry.bench.measuring import measure, under_torchrun
-from torchferry.bench.results import Results, read_json, write_json
+from torchferry.bench.results import Results, merge, read_json, write_json
 from torchferry.bench.run import Plan
 from torchferry.bench.systems import SYSTEMS
 from torchferry.bench.table import Progress, print_results
@@ -108,14 +109,14 @@ class Question:
         return shlex.join(words + ([] if self.repeats is None else ["--repeats", str(self.repeats)]))
 
 
-def read_results(file: Path) -> Results:
-    """Read what an earlier run has written.
+def read_results(files: Sequence[Path]) -> Results:
+    """Read what earlier runs have written, and put them into one.
 
     Raises:
-        Refused: it can't be read, or is something else.
+        Refused: one can't be read, or is something else.
     """
     try:
-        return read_json(file)
+        return merge(*(read_json(file) for file in files))
     except (OSError, BadArgument) as error:
         raise Refused(str(error)) from None
 

@@ -35,7 +35,8 @@ def bench(
         Path | None, typer.Option(help="Write a document with tables, and its plots beside it.")
     ] = None,
     read: Annotated[
-        Path | None, typer.Option("--from", help="Measure nothing: show what --json has written.")
+        list[Path] | None,
+        typer.Option("--from", help="Measure nothing: show what --json has written. Repeatable."),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the workloads and systems, and stop.")] = False,
 ) -> None:
@@ -58,7 +59,7 @@ def bench(
             return
         outputs = asking.Outputs(json=json, report=report, markdown=markdown)
         outputs.check()
-        if read is not None:
+        if read:
             raise typer.Exit(asking.show(asking.read_results(read), outputs, console))
         question = asking.Question(size, tuple(work or ()), tuple(system or ()), repeats)
         results = asking.measure_and_show(question, console)

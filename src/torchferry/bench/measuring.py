@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torchferry.bench.results import Results, Series, SystemTitle, WorkTitle
 from torchferry.bench.run import Event, LeftOut, Measured, Plan, Tell, perform
 from torchferry.bench.systems import SYSTEMS
 from torchferry.bench.systems.base import SENDER
+from torchferry.bench.works import Work
 
 
 def measure(plan: Plan, command: str, tell: Tell) -> Results | None:
@@ -41,21 +43,31 @@ def measure(plan: Plan, command: str, tell: Tell) -> Results | None:
             return None
     else:
         run_here(plan, plan.ranks, collect)
-    return make_results(plan, command, series, left_out)
+    return make_results(
+        plan.chosen(), series, command=command, size=plan.size, repeats=plan.repeats, left_out=left_out
+    )
 
 
-def make_results(plan: Plan, command: str, series: list[Series], left_out: list[str]) -> Results:
-    """Judge what was measured, and add who measured it, on what, and when."""
+def make_results(
+    works: Sequence[Work],
+    series: Sequence[Series],
+    *,
+    command: str,
+    size: str,
+    repeats: int,
+    left_out: Sequence[str],
+) -> Results:
+    """Judge what was measured of these works, and add who measured it, on what, and when."""
     return Results(
         command=command,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        size=plan.size,
-        repeats=plan.repeats,
+        size=size,
+        repeats=repeats,
         machine=describe_machine(),
-        works=tuple(WorkTitle(work.name, work.title, work.axis, work.shows) for work in plan.chosen()),
+        works=tuple(WorkTitle(work.name, work.title, work.axis, work.shows) for work in works),
         systems=tuple(SystemTitle(one.name, one.title, one.kind) for one in SYSTEMS.values()),
         series=tuple(series),
-        judgements=tuple(judge(work.name, mark, series) for work in plan.chosen() for mark in work.marks),
+        judgements=tuple(judge(work.name, mark, series) for work in works for mark in work.marks),
         left_out=tuple(left_out),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -115,6 +116,9 @@ class SystemTitle(msgspec.Struct, frozen=True):
     kind: str
 
 
+Known = TypeVar("Known", WorkTitle, SystemTitle, Series, Judgement)
+
+
 class Results(msgspec.Struct, frozen=True):
     """A whole run. `machine` is what it ran on, in words; `left_out` what was not run, and why."""
 
@@ -142,6 +146,38 @@ class Results(msgspec.Struct, frozen=True):
 def find(series: Iterable[Series], case: str, system: str) -> Series | None:
     """Find the series of a case by a system, None if it was not run."""
     return next((one for one in series if one.case == case and one.system == system), None)
+
+
+def merge(first: Results, *others: Results) -> Results:
+    """Put several runs into one, such as one on this machine and one on a cluster.
+
+    The first says when it was and on what. What a later run has measured again takes the place of what was
+    there.
+    """
+    return msgspec.structs.replace(
+        first,
+        command=" && ".join(one.command for one in (first, *others)),
+        works=_latest(one.works for one in (first, *others)),
+        systems=_latest(one.systems for one in (first, *others)),
+        series=_latest(one.series for one in (first, *others)),
+        judgements=_latest(one.judgements for one in (first, *others)),
+        left_out=tuple(dict.fromkeys(reason for one in (first, *others) for reason in one.left_out)),
+    )
+
+
+def _latest(groups: Iterable[tuple[Known, ...]]) -> tuple[Known, ...]:
+    """All of several groups, each once, the last of those that are of the same thing."""
+    return tuple({_identity(one): one for group in groups for one in group}.values())
+
+
+def _identity(one: WorkTitle | SystemTitle | Series | Judgement) -> tuple[str, ...]:
+    match one:
+        case Series(work, case, system):
+            return work, case, system
+        case Judgement(work, title):
+            return work, title
+        case WorkTitle(name) | SystemTitle(name):
+            return (name,)
 
 
 def write_json(results: Results, file: Path) -> None:
