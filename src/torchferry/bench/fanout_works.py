@@ -84,8 +84,8 @@ def _sleeper(size: Size) -> Work:
     asleep_s = size.pick(3, 10, 30) / 10
     title = f"{recipe.needed_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"
     systems = (FERRY, TORCH)
-    absent = Case("sleeper-absent", recipe, systems, in_place=True, receivers=2, relay=False, timed=(1, 2))
-    asleep = replace(absent, name="sleeper-asleep", receivers=3, asleep_s=asleep_s)
+    absent = Case("fan-out-absent", recipe, systems, in_place=True, receivers=2, relay=False, timed=(1, 2))
+    asleep = replace(absent, name="fan-out-asleep", receivers=3, asleep_s=asleep_s)
     mark = Mark(
         f"{title}: the other two, against those two alone",
         Figure(asleep.name, FERRY),
@@ -93,7 +93,7 @@ def _sleeper(size: Size) -> Work:
         _NOT_HELD_UP,
         at_least=False,
     )
-    return Work("sleeper", title, (absent, asleep), (mark,))
+    return Work("fan-out-sleeper", title, (absent, asleep), (mark,))
 
 
 def _most_receivers(work: Work) -> int:

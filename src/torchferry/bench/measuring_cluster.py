@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from rich import box
 from rich.console import Console
 from rich.status import Status
@@ -12,11 +10,9 @@ from rich.table import Table
 from torchferry.bench.fanout_works import ONE_LINK, fanout_works
 from torchferry.bench.fleet import run_on
 from torchferry.bench.hosts import cluster
-from torchferry.bench.machine import describe_machine
-from torchferry.bench.marks import judge
-from torchferry.bench.results import Results, Series, SystemTitle, WorkTitle, find
+from torchferry.bench.measuring import make_results
+from torchferry.bench.results import Results, Series, find
 from torchferry.bench.run import Began, Event, Measured, Took
-from torchferry.bench.systems import SYSTEMS
 from torchferry.bench.wording import say_seconds
 from torchferry.bench.works import Size
 from torchferry.local import dismiss_server
@@ -41,18 +37,8 @@ def measure(size: Size, hosts: int, repeats: int | None, command: str, console: 
     finally:
         progress.done()
         dismiss_server()
-    works = fanout_works(size, hosts)
-    series = progress.series
-    return Results(
-        command=command,
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        size=size,
-        repeats=rounds,
-        machine=describe_machine(),
-        works=tuple(WorkTitle(work.name, work.title, work.axis) for work in works),
-        systems=tuple(SystemTitle(one.name, one.title, one.kind) for one in SYSTEMS.values()),
-        series=tuple(series),
-        judgements=tuple(judge(work.name, mark, series) for work in works for mark in work.marks),
+    return make_results(
+        fanout_works(size, hosts), progress.series, command=command, size=size, repeats=rounds, left_out=()
     )
 
 
