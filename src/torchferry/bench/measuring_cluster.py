@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.status import Status
@@ -17,6 +20,8 @@ from torchferry.bench.wording import say_seconds
 from torchferry.bench.works import Size
 from torchferry.local import dismiss_server
 
+# This command itself, which has just imported torch, and little else.
+_IDLE_LOAD = 1.0
 _FORCED = {"-direct": ", relays off", "-chain": ", relays on"}
 _REPEATS = {Size.SMOKE: 1, Size.SMALL: 3, Size.FULL: 5}
 
@@ -29,6 +34,13 @@ def measure(size: Size, hosts: int, repeats: int | None, command: str, console: 
         FleetFailed: the measuring could not be brought to its end.
     """
     progress = _Progress(console)
+    busy = _others_load()
+    if busy > _IDLE_LOAD:
+        console.print(
+            f"[yellow]this machine is busy[/yellow], with a load of {busy:.1f}: what needs most of it, a chain "
+            "of many hosts, will look slower than it is",
+            highlight=False,
+        )
     rounds = repeats or _REPEATS[size]
     try:
         with cluster(hosts) as built:
@@ -37,9 +49,14 @@ def measure(size: Size, hosts: int, repeats: int | None, command: str, console: 
     finally:
         progress.done()
         dismiss_server()
-    return make_results(
-        fanout_works(size, hosts), progress.series, command=command, size=size, repeats=rounds, left_out=()
-    )
+    works = fanout_works(size, hosts)
+    results = make_results(works, progress.series, command=command, size=size, repeats=rounds, left_out=())
+    return msgspec.structs.replace(results, machine={**results.machine, "load before": f"{busy:.1f}"})
+
+
+def _others_load() -> float:
+    """How many processes have been running or waiting to run here, over the last minute."""
+    return os.getloadavg()[0]
 
 
 def growth_table(results: Results) -> Table:
