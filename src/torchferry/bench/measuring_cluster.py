@@ -37,8 +37,8 @@ def measure(size: Size, hosts: int, repeats: int | None, command: str, console: 
     busy = _others_load()
     if busy > _IDLE_LOAD:
         console.print(
-            f"[yellow]this machine is busy[/yellow], with a load of {busy:.1f}: what needs most of it, a chain "
-            "of many hosts, will look slower than it is",
+            f"[yellow]this machine is busy[/yellow], with a load of {busy:.1f}: what needs most of it, "
+            "a chain of many hosts, will look slower than it is",
             highlight=False,
         )
     rounds = repeats or _REPEATS[size]
