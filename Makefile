@@ -3,10 +3,12 @@
 
 PYTHON ?= python3
 # Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
-# make bench BENCH_ARGS="--size small --work 'big-*' --report out.html".
+# make bench BENCH_ARGS="--size small --work 'big-*' --report out.html",
+# make bench-cluster BENCH_CLUSTER_ARGS="--repeats 9 --json out.json".
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+BENCH_CLUSTER_ARGS ?=
 SEEDS ?= 10000
 FIRST_SEED ?= 0
 FUZZ_MUTATIONS ?= 100000
@@ -17,10 +19,11 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench bench-docs test faults simulate fuzz check format conformance wheel clean distclean
+.PHONY: help demo bench bench-docs bench-cluster test faults simulate fuzz check format conformance wheel \
+  clean distclean
 
 help: ## list these goals
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
 demo: $(READY) ## four workers train, one is killed, its replacement catches up
 	@$(BIN)/torchferry demo $(DEMO_ARGS)
@@ -30,6 +33,9 @@ bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size sm
 
 bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that
 	@$(BIN)/torchferry bench --markdown docs/benchmarks.md $(BENCH_ARGS)
+
+bench-cluster: $(READY) ## measure fan-out on seven hosts of 1 Gbit/s, built here and removed again; needs root
+	@$(BIN)/torchferry bench-cluster $(BENCH_CLUSTER_ARGS)
 
 test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

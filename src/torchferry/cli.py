@@ -37,6 +37,7 @@ def _build_app() -> typer.Typer:
     # Inside, because the library must be importable without typer.
     import typer
 
+    from torchferry.bench.cluster_command import bench_cluster
     from torchferry.bench.command import bench
     from torchferry.demo.command import demo
 
@@ -64,6 +65,7 @@ def _build_app() -> typer.Typer:
 
     app.command()(demo)
     app.command()(bench)
+    app.command()(bench_cluster)
     return app
 
 

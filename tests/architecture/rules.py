@@ -91,6 +91,8 @@ TERMINAL_MODULES = (
     "torchferry.cli",
     "torchferry.demo",
     "torchferry.bench.command",
+    "torchferry.bench.cluster_command",
+    "torchferry.bench.measuring_cluster",
     "torchferry.bench.asking",
     "torchferry.bench.table",
     "torchferry.__main__",

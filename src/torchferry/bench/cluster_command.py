@@ -1,0 +1,84 @@
+"""`torchferry bench-cluster`: its options, what it prints, and its exit code."""
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+_LOG_COLUMNS = 132
+_FAILED, _REFUSED = 1, 2
+_INTERRUPTED = 128 + signal.SIGINT
+_MOST_HOSTS = 7
+
+
+def bench_cluster(
+    size: Annotated[
+        str, typer.Option(help="smoke, small or full: how large the states are. The marks are for full.")
+    ] = "full",
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="How often each is measured, after one warm-up.")
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=2, max=_MOST_HOSTS, help="How many hosts. The marks are for 7.")
+    ] = _MOST_HOSTS,
+    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
+) -> None:
+    """Measure on a cluster how the time grows with the number of receivers.
+
+    Builds hosts with links of 1 Gbit/s out of network namespaces on this machine, and removes them
+    again whatever happens. That takes Linux, root, and iproute2; where something is lacking, it says
+    so, with exit code 2. Otherwise the exit code is 0 if torchferry did all that was asked of it,
+    whether or not it reached the marks.
+    """
+    # So that to be terminated, or to lose the terminal, also means to clean up.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit_by_signal)
+    # c10d warns of every address that has no name, and on this cluster none has one.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # A log is as wide as it needs to be.
+    console = Console() if sys.stdout.isatty() else Console(width=_LOG_COLUMNS)
+    # Here, because it imports torch, which takes seconds that `--help` need not take.
+    from torchferry.bench import asking, measuring_cluster
+    from torchferry.bench.fleet import FleetFailed
+    from torchferry.bench.hosts import ClusterRefused
+    from torchferry.bench.works import Size
+
+    if size not in list(Size):
+        _stop(console, f"there is no size {size!r}; there are: {', '.join(Size)}", _REFUSED)
+    outputs = asking.Outputs(json=json, report=report)
+    try:
+        outputs.check()
+        results = measuring_cluster.measure(Size(size), hosts, repeats, _command_line(), console)
+        console.print(measuring_cluster.growth_table(results))
+        exit_code = asking.show(results, outputs, console)
+    except asking.Refused as refusal:
+        _stop(console, str(refusal), refusal.exit_code)
+    except ClusterRefused as refusal:
+        _stop(console, f"no cluster can be built here: {refusal}", _REFUSED)
+    except FleetFailed as failure:
+        _stop(console, f"{failure}\nThe cluster has been removed.", _FAILED)
+    except KeyboardInterrupt:
+        _stop(console, "interrupted. The cluster has been removed.", _INTERRUPTED)
+    raise typer.Exit(exit_code)
+
+
+def _stop(console: Console, message: str, exit_code: int) -> NoReturn:
+    console.print(f"[bold red]Not done[/bold red]: {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(exit_code)
+
+
+def _command_line() -> str:
+    # By its name: where it lies on this machine is nobody's concern.
+    return shlex.join(["torchferry", *sys.argv[1:]])
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
