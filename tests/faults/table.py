@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from tests.faults import cases, test_leaks, test_matrix, test_promises
+from tests.faults import cases, test_leaks, test_matrix, test_promises, test_relays
 from tests.faults.cases import Case
 from tests.faults.promised import Promise
 
@@ -92,7 +92,7 @@ def _promises() -> Iterator[str]:
     yield "The last column has the rows of what torchferry's ancestors get wrong for which the test stands.\n"
     yield "| when | what is promised | shown by | rows |"
     yield "| --- | --- | --- | --- |"
-    for module in (test_promises, test_leaks):
+    for module in (test_promises, test_relays, test_leaks):
         for name, promise in _shown(module):
             file = module.__name__.rpartition(".")[2]
             rows = ", ".join(map(str, promise.rows))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchferry.core import codec, torn, watch
-from torchferry.engine import destination, lanes, payload, receiving, sending, window
+from torchferry.engine import destination, lanes, payload, receiving, relay, sending, window
 from torchferry.errors import BadManifest, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
@@ -127,6 +127,21 @@ def everybody_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "SendBroken", boast)
 
 
+def a_lost_receiver_is_its_relay_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = relay.Relay.offer
+
+    def offer(self: relay.Relay, buffer: Any, *, staged: bool) -> None:
+        if self._over:
+            raise LinkBroken("the next receiver is gone", peer=self._meter.peer)
+        original(self, buffer, staged=staged)
+
+    monkeypatch.setattr(relay.Relay, "offer", offer)
+
+
+def staged_memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window.Window, "__bool__", lambda self: False)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
     no_frame_digest,
@@ -139,6 +154,8 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_window,
     one_failure_fails_all,
     everybody_got_it,
+    a_lost_receiver_is_its_relay_s_loss,
+    staged_memory_is_never_given_back,
 ]
 
 
@@ -148,7 +165,7 @@ def test_the_simulation_bites(
 ) -> None:
     mutation(monkeypatch)
     with pytest.raises(Broken, match="seed"):
-        play_many(1000)
+        play_many(4000)
 
 
 def play_many(seeds: int) -> None:

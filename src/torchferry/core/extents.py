@@ -17,10 +17,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from operator import lt
 
 from msgspec import Struct
 
-from torchferry.core.figures import Repeats, figure_of, levels
+from torchferry.core.figures import Repeats, figure, figure_of, levels
 from torchferry.core.manifest import TensorSpec
 
 MAX_RUNS = 1 << 20
@@ -120,6 +121,15 @@ def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
     Raises:
         TooIntricate: views overlap in more than MAX_RUNS runs.
     """
+    figures = [figure(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
+    storages = [spec.storage for spec in tensors]
+    if all(map(lt, storages, storages[1:])) and None not in [seen.repeats for seen in figures]:
+        # Each tensor has a storage to itself, as nearly always: it is its own extent.
+        return [
+            Extent(spec.storage, spec.offset, seen.run_bytes, seen.repeats or ())
+            for spec, seen in zip(tensors, figures, strict=True)
+            if seen.items
+        ]
     patience = Patience()
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
     for spec in tensors:

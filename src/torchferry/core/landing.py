@@ -24,6 +24,7 @@ from torchferry.core.compare import TensorPair, same_layout
 from torchferry.core.extents import Extent, Patience, TooIntricate, footprint, union
 from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import Manifest
+from torchferry.core.plan import Chunk
 from torchferry.errors import BadManifest
 
 
@@ -57,15 +58,22 @@ class Landing(Struct, frozen=True, gc=False):
 
 
 class Landings(NamedTuple):
-    """A landing for each extent of the plan, and the tensors to copy out of scratch at the end."""
+    """A landing for each extent of the plan, and the tensors to copy out of scratch at the end.
+
+    With `alike` every extent goes where it was, in memory that is laid out alike: because it is new, or a
+    twin's. Landings are not listed then.
+    """
 
     by_extent: tuple[Landing, ...]
     whole: tuple[TensorPair, ...] = ()
+    alike: bool = False
+
+    def of(self, chunk: Chunk) -> Landing:
+        """Give the landing of a chunk."""
+        return Landing((Direct(chunk.piece.storage, 0),)) if self.alike else self.by_extent[chunk.extent]
 
 
-def land_alike(extents: Sequence[Extent]) -> Landings:
-    """Land every extent where it was, in memory that is laid out alike: because it is new, or a twin's."""
-    return Landings(tuple(Landing((Direct(extent.storage, 0),)) for extent in extents))
+LAND_ALIKE = Landings((), alike=True)
 
 
 def land_in_place(

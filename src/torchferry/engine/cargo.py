@@ -94,7 +94,8 @@ class Cargo:
         staged = len(chunks) > 1 or bool(piece.repeats) or not link.takes(memories[piece.storage].device)
         if staged:
             buffer = staging.take(message.nbytes)
-            gather(((memories[chunk.piece.storage], chunk.piece) for chunk in chunks), buffer)
+            pieces = [chunk.piece for chunk in chunks]
+            gather([memories[piece.storage] for piece in pieces], pieces, buffer)
         else:
             buffer = run_of(memories[piece.storage], piece)
         if self.verify and self.digests[message.first] is None:
@@ -139,7 +140,7 @@ class Cargo:
 
     def _read(self, chunk: Chunk) -> int:
         buffer = torch.empty(chunk.nbytes, dtype=torch.uint8)
-        gather([(self.source.memories[chunk.piece.storage], chunk.piece)], buffer)
+        gather([self.source.memories[chunk.piece.storage]], [chunk.piece], buffer)
         return digests(buffer, [chunk.nbytes])[0]
 
     def changed_paths(self) -> list[str]:

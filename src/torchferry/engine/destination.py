@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchferry.core.codec import Envelope
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import TooIntricate
-from torchferry.core.landing import Landing, Landings, land_alike, land_in_place
+from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import CHUNK_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.torn import Truth, truth
@@ -97,7 +97,7 @@ def destination(
         prepared = prepare(manifest, site)
         fresh = allocate(manifest)
         return Destination(
-            land_alike(plan.extents),
+            LAND_ALIKE,
             Ground(manifest, fresh.memories),
             lambda: assemble_fresh(prepared, fresh, site),
             in_place=False,
@@ -112,7 +112,7 @@ def destination(
         matched = None if comparison.twins else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, site, only=matched)
     if comparison.twins:
-        landings = land_alike(plan.extents)
+        landings = LAND_ALIKE
         written: Collection[int] = range(len(target.tensors))
     else:
         tensors = tensor_pairs(manifest, target.manifest, comparison.pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +68,7 @@ class _Receiving:
         self._checks = payload.verify and (envelope.sealed or envelope.digests is not None)
         self._tags = Tags(envelope.origin, envelope.serial)
         self._staging = Staging(payload.link.device)
-        self._found: dict[int, int] = {}
+        self._found: list[int] = []
         self._arrival = Arrival()
 
     def steps(self, window: Window) -> Steps[Arrival]:
@@ -104,7 +104,7 @@ class _Receiving:
         if message.end - message.first > 1:
             return None
         chunk = self._plan.chunks[message.first]
-        landing = self._payload.landings.by_extent[chunk.extent]
+        landing = self._payload.landings.of(chunk)
         return self._payload.ground.straight(chunk, landing, self._link.takes)
 
     def _room(self, nbytes: int) -> Steps[None]:
@@ -119,14 +119,18 @@ class _Receiving:
         self._meter.done += 1
         self._check(message, buffer)
         chunks = self._plan.chunks_of(message)
-        landings = self._payload.landings.by_extent
-        if rest is None:
-            where = [landings[chunk.extent] for chunk in chunks]
+        landings, ground = self._payload.landings, self._payload.ground
+        if rest is not None:
+            if rest.direct or rest.spread:
+                ground.put(chunks, [rest], buffer)
+        elif landings.alike:
+            self._meter.posted = max(self._meter.posted, message.end)
+            ground.put_alike(chunks, buffer)
+        else:
+            where = [landings.of(chunk) for chunk in chunks]
             if any(landing.direct or landing.spread for landing in where):
                 self._meter.posted = max(self._meter.posted, message.end)
-                self._payload.ground.put(chunks, where, buffer)
-        elif rest.direct or rest.spread:
-            self._payload.ground.put(chunks, [rest], buffer)
+                ground.put(chunks, where, buffer)
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""
@@ -144,12 +148,9 @@ class _Receiving:
         if not self._checks:
             self._meter.verified.update(numbers)
             return
-        found = digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
-        if self._known is None:
-            self._found.update(zip(numbers, found, strict=True))
-        else:
-            for number, digest in zip(numbers, found, strict=True):
-                self._compare(number, digest, self._known[number])
+        self._found += digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
+        if self._known is not None:
+            self._compare(message.first, self._known[message.first : message.end])
 
     def _hand_on(self, buffer: torch.Tensor, *, staged: bool) -> None:
         if self._relay is not None:
@@ -166,14 +167,19 @@ class _Receiving:
             self._go_on_unless(opened.culprit)
             self._arrival.changed = self._arrival.changed or opened.changed
             if self._checks:
-                for number, digest in zip(range(seal.first, seal.end), opened.digests, strict=True):
-                    self._compare(number, self._found.pop(number), digest)
+                self._compare(seal.first, opened.digests)
             self._hand_on(buffer, staged=False)
 
         window.add(pending, seal.nbytes, done)
 
-    def _compare(self, number: int, found: int, expected: int) -> None:
-        if found == expected:
-            self._meter.verified.add(number)
-        else:
-            self._arrival.damaged.append(number)
+    def _compare(self, first: int, expected: Sequence[int]) -> None:
+        """Compare the digests of chunks, from the first given, with what they should be."""
+        found = self._found[first : first + len(expected)]
+        if found == list(expected):
+            self._meter.verified.update(range(first, first + len(expected)))
+            return
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), first):
+            if ours == theirs:
+                self._meter.verified.add(number)
+            else:
+                self._arrival.damaged.append(number)

@@ -24,6 +24,7 @@ from torchferry.tensors.kinds import Site, check_form, kind_named
 from torchferry.tensors.memory import (
     CPU,
     DTYPES,
+    HUGE_FROM_BYTES,
     Memory,
     check_dtype,
     check_room,
@@ -55,49 +56,41 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
     Raises:
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
     """
+    tensors = manifest.tensors
     values: dict[int, object] = {}
+    # A plain tensor is its dtype and a number, and of those that are alike one is looked at.
+    looks = [(spec.dtype, spec.itemsize, spec.conj, spec.neg) for spec in tensors]
     sound: set[object] = set()
     for number, leaf in enumerate(manifest.leaves):
         if only is not None and number not in only:
             continue
+        alike: object = None
+        if leaf.fixed is None and len(leaf.parts) == 1 and (leaf.traits is None or type(leaf.traits) is int):
+            alike = (leaf.kind, leaf.traits, looks[leaf.parts[0]])
+            if alike in sound:
+                continue
         try:
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
             elif leaf.kind == PICKLED:
                 values[number] = _unpickle(leaf.traits, site)
             else:
-                _check_leaf(leaf, manifest.tensors, sound)
+                _check_leaf(leaf, [tensors[part] for part in leaf.parts])
+                sound.add(alike)
         except FerryError as error:
             raise _at(path_of(manifest, number), error) from None
     if only is not None:
         return Prepared(manifest, [], values)
-    for spec in manifest.tensors:
+    for number in {look: number for number, look in enumerate(looks)}.values():
         # Those of no leaf are made, too.
-        _check_dtype(spec, sound)
+        check_dtype(tensors[number])
     return Prepared(manifest, [Container(branch) for branch in manifest.branches], values)
 
 
-def _check_leaf(leaf: Leaf, tensors: Sequence[TensorSpec], sound: set[object]) -> None:
-    """Check one leaf with tensors. `sound` has what was found to be, for most leaves are alike in that."""
-    specs = [tensors[part] for part in leaf.parts]
+def _check_leaf(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     for spec in specs:
-        _check_dtype(spec, sound)
-    # A plain tensor is its dtype and a number; whatever has a form is looked at each time.
-    if leaf.fixed is None and len(specs) == 1 and (leaf.traits is None or type(leaf.traits) is int):
-        alike = (leaf.kind, leaf.traits, specs[0].dtype)
-        if alike in sound:
-            return
-        check_form(kind_named(leaf.kind), leaf, specs)
-        sound.add(alike)
-    else:
-        check_form(kind_named(leaf.kind), leaf, specs)
-
-
-def _check_dtype(spec: TensorSpec, sound: set[object]) -> None:
-    alike = (spec.dtype, spec.itemsize, spec.conj, spec.neg)
-    if alike not in sound:
         check_dtype(spec)
-        sound.add(alike)
+    check_form(kind_named(leaf.kind), leaf, specs)
 
 
 def _at(path: Path, error: FerryError) -> FerryError:
@@ -133,6 +126,7 @@ def allocate(manifest: Manifest) -> Fresh:
     alone = _alone(manifest)
     memories: list[Memory] = []
     tensors: dict[int, torch.Tensor] = {}
+    models: dict[object, torch.Tensor] = {}
     try:
         for number, nbytes in enumerate(manifest.storages):
             tensor = alone.get(number)
@@ -140,8 +134,14 @@ def allocate(manifest: Manifest) -> Fresh:
                 memories.append(new_memory(nbytes, CPU))
                 continue
             spec = manifest.tensors[tensor]
-            # Most storages are one plain tensor, and it is made at once: memory first takes twice as long.
-            made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=CPU)
+            # Most storages are one plain tensor, and it is made at once: memory first takes twice as long,
+            # and so does saying again what it is to be like.
+            like = models.get((spec.dtype, spec.shape))
+            if like is None:
+                made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=CPU)
+                models[spec.dtype, spec.shape] = made
+            else:
+                made = torch.empty_like(like)
             if made.stride() == spec.stride:
                 tensors[tensor] = made
                 memories.append(Memory(made.untyped_storage(), 0, CPU))
@@ -149,8 +149,9 @@ def allocate(manifest: Manifest) -> Fresh:
                 memories.append(new_memory(nbytes, CPU))
     except (RuntimeError, MemoryError) as error:
         raise StateError(f"no memory for the {total} bytes of the incoming state: {error}") from None
-    for memory in memories:
-        prefer_huge_pages(memory)
+    for memory, nbytes in zip(memories, manifest.storages, strict=True):
+        if nbytes >= HUGE_FROM_BYTES:
+            prefer_huge_pages(memory)
     return Fresh(memories, tensors)
 
 

@@ -18,7 +18,7 @@ from torchferry.core.tree import MAX_DEPTH, format_path
 from torchferry.errors import Unsendable
 from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
-from torchferry.tensors.kinds.dense import DENSE
+from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import Memory
 from torchferry.tensors.storages import OddTensor, StorageTable
@@ -120,6 +120,11 @@ def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
     return otherwise
 
 
+def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
+    names = [key for key in keys if type(key) is str and key.isascii()]
+    return tuple(names) if len(names) == len(keys) else tuple(map(_key_to_wire, keys))
+
+
 def _key_to_wire(key: object) -> Value:
     try:
         return to_wire(key)
@@ -132,6 +137,7 @@ class _Describer:
 
     def __init__(self, otherwise: _Otherwise, *, careful: bool) -> None:
         self._otherwise = otherwise
+        self._careful = careful
         self._branches: list[Branch | None] = []
         self._leaves: list[Leaf] = []
         self._values: list[object] = []
@@ -157,7 +163,7 @@ class _Describer:
             opened = open_branch(value)
             if opened is None:
                 return self._leaf(value)
-            keys = None if opened.keys is None else tuple(map(_key_to_wire, opened.keys))
+            keys = None if opened.keys is None else _keys_to_wire(opened.keys)
         except Unsendable as error:
             return self._unknown(value, path, error)
         if len(path) >= MAX_DEPTH:
@@ -181,7 +187,7 @@ class _Describer:
 
     def _plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
         """Describe many values at once, if all are plain tensors that were not seen before; None if not."""
-        if len(values) < _MANY or not _TENSORS.issuperset(map(type, values)):
+        if self._careful or len(values) < _MANY or not _TENSORS.issuperset(map(type, values)):
             return None
         ids = list(map(id, values))
         if len(set(ids)) < len(ids) or not self._known.keys().isdisjoint(ids):
@@ -189,8 +195,7 @@ class _Describer:
         if {value.layout for value in values} != {torch.strided}:
             return None
         numbers = range(len(self._leaves), len(self._leaves) + len(values))
-        leaves = [DENSE.describe(value, self._storages.enter) for value in values]
-        self._leaves += leaves
+        self._leaves += describe_many(values, self._storages.enter_many)
         self._values += values
         self._known.update(zip(ids, numbers, strict=True))
         return numbers

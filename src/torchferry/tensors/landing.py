@@ -54,14 +54,15 @@ class Ground:
 
     def put(self, chunks: Sequence[Chunk], landings: Sequence[Landing], buffer: torch.Tensor) -> None:
         """Copy chunks, which lie in a buffer one after the other, to every place of their landings."""
-        if all(len(landing.direct) == 1 and not landing.spread for landing in landings):
-            places = (self._memory(landing.direct[0]) for landing in landings)
-            scatter(zip(places, (chunk.piece for chunk in chunks), strict=True), buffer)
-            return
         position = 0
         for chunk, landing in zip(chunks, landings, strict=True):
             self._put(chunk, landing, buffer[position : position + chunk.nbytes])
             position += chunk.nbytes
+
+    def put_alike(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
+        """Copy chunks to where they were, in memory that is laid out alike."""
+        pieces = [chunk.piece for chunk in chunks]
+        scatter([self._memories[piece.storage] for piece in pieces], pieces, buffer)
 
     def _put(self, chunk: Chunk, landing: Landing, buffer: torch.Tensor) -> None:
         for place in landing.direct:

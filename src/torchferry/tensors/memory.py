@@ -46,7 +46,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Memory(Struct, frozen=True, gc=False):
-    """A storage, seen from the manifest: its byte 0 is byte `base` of the torch storage."""
+    """A storage, seen from the manifest: its byte 0 is byte `base` of the torch storage.
+
+    The device of what lies in the CPU's memory is the very object `CPU`, which is quickly told.
+    """
 
     storage: torch.UntypedStorage
     base: int
@@ -55,13 +58,6 @@ class Memory(Struct, frozen=True, gc=False):
     def at(self, delta: int) -> Memory:
         """See the same storage from `delta` bytes further on."""
         return Memory(self.storage, self.base + delta, self.device) if delta else self
-
-    def address_of(self, piece: Extent) -> int | None:
-        """Say where a piece lies; None if it has gaps, is gone, or is not in the CPU's memory."""
-        start = self.base + piece.offset
-        if piece.repeats or self.device != CPU or start + piece.run_bytes > self.storage.nbytes():
-            return None
-        return self.storage.data_ptr() + start
 
 
 def check_room(nbytes: int, what: str) -> None:
@@ -88,7 +84,9 @@ def new_memory(nbytes: int, device: torch.device) -> Memory:
 
 
 _HUGE_PAGE_BYTES = 2 << 20
-_WORTH_HUGE_PAGES_BYTES = 4 * _HUGE_PAGE_BYTES
+HUGE_FROM_BYTES = 4 * _HUGE_PAGE_BYTES
+"""Memory of this size is worth huge pages."""
+
 _MADV_HUGEPAGE = 14
 
 
@@ -99,7 +97,7 @@ def prefer_huge_pages(memory: Memory) -> None:
     bytes take to arrive. Where the system does not know of it, nothing changes.
     """
     nbytes = memory.storage.nbytes()
-    if nbytes < _WORTH_HUGE_PAGES_BYTES or _madvise is None:
+    if _madvise is None:
         return
     first = memory.storage.data_ptr()
     # Only pages that are this memory's alone: the rest is somebody else's to decide on.
@@ -206,37 +204,46 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
-def gather(places: Iterable[tuple[Memory, Extent]], buffer: torch.Tensor) -> None:
+def gather(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
-    start = _address(buffer)
+    start = buffer.data_ptr()
+    by_address = buffer.device == CPU
     position = 0
-    for memory, piece in places:
-        nbytes = piece.nbytes
-        address = memory.address_of(piece)
-        if start is None or address is None:
-            load(memory, piece, buffer[position : position + nbytes])
-        else:
+    for memory, piece in zip(memories, pieces, strict=True):
+        nbytes = piece.run_bytes
+        if by_address and _is_plain(memory, piece):
             # A call of torch's takes several times as long as it takes to copy a small piece.
+            address = memory.storage.data_ptr() + memory.base + piece.offset
             ctypes.memmove(start + position, address, nbytes)
-        position += nbytes
-
-
-def scatter(places: Iterable[tuple[Memory, Extent]], buffer: torch.Tensor) -> None:
-    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
-    start = _address(buffer)
-    position = 0
-    for memory, piece in places:
-        nbytes = piece.nbytes
-        address = memory.address_of(piece)
-        if start is None or address is None:
-            store(memory, piece, buffer[position : position + nbytes])
         else:
-            ctypes.memmove(address, start + position, nbytes)
+            nbytes = piece.nbytes
+            load(memory, piece, buffer[position : position + nbytes])
         position += nbytes
 
 
-def _address(buffer: torch.Tensor) -> int | None:
-    return buffer.data_ptr() if buffer.device == CPU else None
+def scatter(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
+    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
+    start = buffer.data_ptr()
+    by_address = buffer.device == CPU
+    position = 0
+    for memory, piece in zip(memories, pieces, strict=True):
+        nbytes = piece.run_bytes
+        if by_address and _is_plain(memory, piece):
+            address = memory.storage.data_ptr() + memory.base + piece.offset
+            ctypes.memmove(address, start + position, nbytes)
+        else:
+            nbytes = piece.nbytes
+            store(memory, piece, buffer[position : position + nbytes])
+        position += nbytes
+
+
+def _is_plain(memory: Memory, piece: Extent) -> bool:
+    """Say whether a piece is one run in the CPU's memory, and still there: a storage may have been freed."""
+    return (
+        memory.device is CPU
+        and not piece.repeats
+        and memory.base + piece.offset + piece.run_bytes <= memory.storage.nbytes()
+    )
 
 
 def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:

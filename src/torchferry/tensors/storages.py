@@ -10,7 +10,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from operator import add, gt, le, mul
 
 import torch
 from msgspec import Struct
@@ -19,11 +20,13 @@ from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.figures import Figure, figure
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
 from torchferry.errors import Unsendable
-from torchferry.tensors.memory import DTYPES, Memory, memory_at
+from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
 from torchferry.tensors.sendable import check_dense
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
 """The name of each dtype whose tensors are their bytes and nothing more."""
+
+_SIZES = {dtype: dtype.itemsize for dtype in _NAMES}
 
 
 class OddTensor(Exception):
@@ -78,6 +81,11 @@ class StorageTable:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
+    def enter_many(self, tensors: Sequence[torch.Tensor]) -> range:
+        """Enter strided tensors without a look, and give their numbers."""
+        self.tensors += tensors
+        return range(len(self.tensors) - len(tensors), len(self.tensors))
+
     def __len__(self) -> int:
         return len(self.tensors)
 
@@ -101,67 +109,53 @@ class StorageTable:
     def _finish(self) -> Storages:
         # A column at a time: a comprehension over one attribute costs little more than the attribute.
         tensors = self.tensors
-        self._look_at_odd_ones()
         dtypes = [tensor.dtype for tensor in tensors]
+        devices = [tensor.device for tensor in tensors]
+        negs = [tensor.is_neg() for tensor in tensors]
+        plain = (
+            {tensor.layout for tensor in tensors} <= {torch.strided}
+            and not any(tensor.is_nested for tensor in tensors)
+            and _NAMES.keys() >= set(dtypes)
+            and set(devices) <= {CPU}
+            and not any(negs)
+        )
+        if plain:
+            devices = [CPU] * len(tensors)
+        else:
+            self._look_closely()
         names = [_NAMES[dtype] for dtype in dtypes]
-        itemsizes = [tensor.itemsize for tensor in tensors]
+        itemsizes = [_SIZES[dtype] for dtype in dtypes]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         strides = [tensor.stride() for tensor in tensors]
         figures = list(map(figure, shapes, strides, itemsizes))
-        offsets = [int(tensor.storage_offset()) for tensor in tensors]
-        places = [at * size for at, size in zip(offsets, itemsizes, strict=True)]
+        places = list(map(mul, [tensor.storage_offset() for tensor in tensors], itemsizes))
         storages = [tensor.untyped_storage() for tensor in tensors]
         held = [storage.nbytes() for storage in storages]
-        ends = [place + seen.span for place, seen in zip(places, figures, strict=True)]
-        for number, (end, nbytes) in enumerate(zip(ends, held, strict=True)):
-            if end > nbytes and figures[number].items:
-                check_dense(tensors[number])
+        ends = [place + seen.span if seen.items else 0 for place, seen in zip(places, figures, strict=True)]
+        if any(map(gt, ends, held)) or max(map(len, shapes), default=0) > MAX_DIMS:
+            self._look_closely()
         conjs = [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)]
-        negs = [tensor.is_neg() for tensor in tensors]
         if _all_apart(storages, held):
-            # Each is alone: its storage begins where it does.
-            numbers = range(len(tensors))
-            specs = map(
-                TensorSpec, names, itemsizes, shapes, strides, numbers, [0] * len(tensors), conjs, negs
-            )
-            alone = [
-                Memory(storage, place if seen.items else 0, tensor.device)
-                for storage, place, seen, tensor in zip(storages, places, figures, tensors, strict=True)
-            ]
-            return Storages(tuple(specs), tuple(alone), tuple([seen.span for seen in figures]))
-        blocks, block_of = self._blocks(storages, held)
-        numbers_and_places, memories, sizes = _shared(blocks, block_of, itemsizes, figures, places)
-        specs = map(
-            TensorSpec,
-            names,
-            itemsizes,
-            shapes,
-            strides,
-            [number for number, _ in numbers_and_places],
-            [place for _, place in numbers_and_places],
-            conjs,
-            negs,
-        )
-        return Storages(tuple(specs), memories, sizes)
+            # Each is alone, and its storage begins where it does.
+            numbers: list[int] = list(range(len(tensors)))
+            offsets = [0] * len(tensors)
+            memories: list[Memory] = list(map(Memory, storages, places, devices))
+            sizes = [seen.span for seen in figures]
+        else:
+            blocks, block_of = self._blocks(storages, held)
+            found, memories, sizes = _shared(blocks, block_of, itemsizes, figures, places)
+            numbers, offsets = [number for number, _ in found], [offset for _, offset in found]
+        specs = map(TensorSpec, names, itemsizes, shapes, strides, numbers, offsets, conjs, negs)
+        return Storages(tuple(specs), tuple(memories), tuple(sizes))
 
-    def _look_at_odd_ones(self) -> None:
-        """Look closely at each tensor that is not as nearly all are.
+    def _look_closely(self) -> None:
+        """Look at each tensor, because something is not as it nearly always is.
 
         Raises:
-            Unsendable: it can't travel.
+            Unsendable: one can't travel.
         """
-        tensors = self.tensors
-        plain = (
-            all(tensor.is_cpu for tensor in tensors)
-            and {tensor.layout for tensor in tensors} <= {torch.strided}
-            and not any(tensor.is_nested for tensor in tensors)
-            and {tensor.dtype for tensor in tensors} <= _NAMES.keys()
-            and not any(tensor.is_neg() for tensor in tensors)
-            and max((tensor.ndim for tensor in tensors), default=0) <= MAX_DIMS
-        )
-        if not plain and not self._careful:
-            for tensor in tensors:
-                check_dense(tensor)
+        for tensor in self.tensors:
+            check_dense(tensor)
 
     def _blocks(
         self, storages: list[torch.UntypedStorage], held: list[int]
@@ -173,17 +167,23 @@ class StorageTable:
         for tensor, storage, nbytes in zip(self.tensors, storages, held, strict=True):
             block = known.setdefault(storage._cdata, len(blocks))
             if block == len(blocks):
-                blocks.append(_Block(storage.data_ptr(), nbytes, tensor.device, storage))
+                blocks.append(
+                    _Block(storage.data_ptr(), nbytes, CPU if tensor.is_cpu else tensor.device, storage)
+                )
             block_of.append(block)
         return blocks, block_of
 
 
 def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
     """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
-    spans = sorted(zip([storage.data_ptr() for storage in storages], held, strict=True))
-    # Also two that begin at the same address: empty ones at 0, or of another device, are looked at one by
-    # one.
-    return all(one[0] + one[1] <= two[0] and one[0] < two[0] for one, two in pairwise(spans))
+    addresses = [storage.data_ptr() for storage in storages]
+    size_at = dict(zip(addresses, held, strict=True))
+    # Some that have no memory are all at 0, and are told apart one by one.
+    if len(size_at) < len(addresses):
+        return False
+    starts = sorted(addresses)
+    ends = map(add, starts, [size_at[start] for start in starts])
+    return all(map(le, ends, starts[1:]))
 
 
 def _shared(
@@ -192,7 +192,7 @@ def _shared(
     itemsizes: list[int],
     figures: list[Figure],
     places: list[int],
-) -> tuple[list[tuple[int, int]], tuple[Memory, ...], tuple[int, ...]]:
+) -> tuple[list[tuple[int, int]], list[Memory], list[int]]:
     """Find out who shares memory: each tensor's storage and place in it, each storage's memory and size."""
     homes = _homes(blocks, block_of, itemsizes)
     numbers: dict[int, int] = {}
@@ -217,8 +217,8 @@ def _shared(
     bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
     return (
         [(number, start - bases[number] if start < _NOWHERE else 0) for number, start in found],
-        tuple(memory.at(base) for memory, base in zip(memories, bases, strict=True)),
-        tuple(max(high - base, 0) for high, base in zip(highs, bases, strict=True)),
+        [memory.at(base) for memory, base in zip(memories, bases, strict=True)],
+        [max(high - base, 0) for high, base in zip(highs, bases, strict=True)],
     )
 
 

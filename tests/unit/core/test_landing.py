@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torchferry.core.compare import TensorPair
 from torchferry.core.extents import extents_of
-from torchferry.core.landing import Direct, Landing, Landings, Spread, land_alike, land_in_place
+from torchferry.core.landing import LAND_ALIKE, Direct, Landing, Landings, Spread, land_in_place
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
+from torchferry.core.plan import make_plan
 
 
 def state(*tensors: TensorSpec) -> Manifest:
@@ -25,10 +26,10 @@ ROW, OTHER_ROW = tensor((8,), (1,)), tensor((8,), (1,), storage=1)
 
 
 def test_fresh_extents_keep_their_places() -> None:
-    assert land_alike(extents_of([ROW, OTHER_ROW])).by_extent == (
-        Landing((Direct(0, 0),)),
-        Landing((Direct(1, 0),)),
-    )
+    plan = make_plan(state(ROW, OTHER_ROW))
+    assert [LAND_ALIKE.of(chunk) for chunk in plan.chunks] == [
+        Landing((Direct(chunk.piece.storage, 0),)) for chunk in plan.chunks
+    ]
 
 
 def test_the_same_layout_is_landed_directly_at_a_distance() -> None:

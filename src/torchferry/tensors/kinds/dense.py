@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -46,6 +46,17 @@ def check_grad(traits: int, spec: TensorSpec) -> None:
 
 def _describe(tensor: torch.Tensor, part: Part) -> Leaf:
     return Leaf(DENSE.name, (part(tensor),), None, grad_traits(tensor) or None)
+
+
+def describe_many(
+    tensors: Sequence[torch.Tensor], parts: Callable[[Sequence[torch.Tensor]], Sequence[int]]
+) -> list[Leaf]:
+    """Describe plain strided tensors, all at once."""
+    traits = [tensor.requires_grad + _PARAMETER * (type(tensor) is not torch.Tensor) for tensor in tensors]
+    return [
+        Leaf(DENSE.name, (part,), None, trait or None)
+        for part, trait in zip(parts(tensors), traits, strict=True)
+    ]
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:

@@ -1,0 +1,176 @@
+"""Receivers that forward to each other, with real processes: what arrives, and what a lost one costs whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.promised import shows
+from tests.faults.scene import fates_of, keep, new_group, new_state, old_state, unique_name
+from tests.support.cluster import Cluster, ClusterError, WorkerDied
+from torchferry import PGTransport
+from torchferry.errors import FerryError, GroupBroken, StateMismatch, TargetTorn
+from torchferry.links.process_group import ProcessGroupLink, Work
+
+RANKS = (0, 1, 2, 3)
+LAYER_BYTES = 8 << 20
+TIMEOUT_S = 20.0
+FOUND_S = 1.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of one rank's part in a transfer along a chain."""
+
+    ended_s: float
+    error: FerryError | None
+    fates: set[str]
+    forwarded_to: int | None = None
+    not_forwarded: str | None = None
+    next_error: Exception | None = None
+
+
+def take_part(rank: int, name: str, dies: int | None = None, refuses: int | None = None) -> Seen:
+    """Send along a chain of three, or be one of them; `dies` is killed at its twentieth message."""
+    group = new_group(rank, RANKS, name)
+    keep(group)
+    target: dict[str, Any] = old_state(LAYER_BYTES)
+    if rank == refuses:
+        target["model"]["layer0"] = torch.zeros(3)
+    transport = PGTransport(group, TIMEOUT_S, "cpu", state_dict=lambda: target, relay=True)
+    error: FerryError | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == dies:
+            patch.setattr(ProcessGroupLink, "recv", dying(20))
+        try:
+            if rank == 0:
+                transport.send_checkpoint(list(RANKS[1:]), new_state(LAYER_BYTES))
+            else:
+                transport.recv_checkpoint(0)
+        except FerryError as raised:
+            error = raised
+    ended_s = time.monotonic()
+    report = transport.last_report
+    return Seen(
+        ended_s,
+        error,
+        set(fates_of(target, LAYER_BYTES).values()) if rank not in (0, refuses) else set(),
+        report.forwarded_to if report else None,
+        report.not_forwarded if report else None,
+        refusal_of_the_next(transport),
+    )
+
+
+def refusal_of_the_next(transport: PGTransport) -> Exception | None:
+    """Say whether the group is called broken, without waiting for anything."""
+    try:
+        transport._group.check()
+    except GroupBroken as error:
+        return error
+    return None
+
+
+def dying(at: int) -> Any:
+    """Give a `recv` that ends the process when it is called for the n-th time."""
+    posted = [0]
+    recv = ProcessGroupLink.recv
+
+    def and_die(self: ProcessGroupLink, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+        posted[0] += 1
+        if posted[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return recv(self, buffer, peer, tag)
+
+    return and_die
+
+
+def play(cluster: Cluster, *args: Any) -> list[Seen | ClusterError | None]:
+    outcomes = cluster.start([(take_part, (unique_name(), *args))] * 4).outcomes()
+    return [outcome.value or outcome.error for outcome in outcomes]
+
+
+@shows(
+    "three receivers that forward to each other (`relay=True`)",
+    "each has the exact state, in its own tensors; its report says whom it forwarded to",
+)
+def test_a_state_goes_along_a_chain(quartet: Cluster) -> None:
+    sender, *receivers = play(quartet)
+    assert isinstance(sender, Seen)
+    assert sender.error is None
+    for rank, receiver in enumerate(receivers, 1):
+        assert isinstance(receiver, Seen)
+        assert receiver.error is None
+        assert receiver.fates == {"new"}
+        assert receiver.forwarded_to == (rank + 1 if rank < 3 else None)
+        assert receiver.not_forwarded is None
+        assert receiver.next_error is None
+
+
+@shows(
+    "one of them dies half-way",
+    "those before it have the exact state, and its neighbour's report says that it was not forwarded; those "
+    "after it raise `TargetTorn` within 1 s, naming it",
+)
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_relay_that_dies_fails_those_after_it_and_nobody_else(dead: int, quartet: Cluster) -> None:
+    seen = play(quartet, dead)
+    assert isinstance(seen[dead], WorkerDied)
+    ends = {rank: one for rank, one in enumerate(seen) if isinstance(one, Seen)}
+    for rank in range(1, dead):
+        assert ends[rank].error is None
+        assert ends[rank].fates == {"new"}
+    if dead > 1:
+        assert f"rank {dead}" in (ends[dead - 1].not_forwarded or "")
+        assert f"rank {dead}" in str(ends[dead - 1].next_error), "the group has lost a member"
+    for rank in range(dead + 1, 4):
+        error = ends[rank].error
+        assert isinstance(error, TargetTorn)
+        assert f"rank {dead}" in str(error)
+        assert ends[rank].next_error is not None
+    after = [ends[rank].ended_s for rank in range(dead + 1, 4)]
+    assert max(after) - min(after) < FOUND_S
+
+
+@shows(
+    "one of them refuses the state",
+    "it forwards all the same: the others have the exact state, and the sender does not notice",
+)
+def test_a_relay_that_refuses_still_forwards(quartet: Cluster) -> None:
+    seen = [one for one in play(quartet, None, 2) if isinstance(one, Seen)]
+    assert isinstance(seen[2].error, StateMismatch)
+    assert seen[0].error is None
+    assert all(seen[rank].error is None and seen[rank].fates == {"new"} for rank in (1, 3))
+    assert all(one.next_error is None for one in seen)
+
+
+@shows("the sender dies half-way", "each of them raises within 1 s")
+def test_a_sender_that_dies_is_told_along_the_chain(quartet: Cluster) -> None:
+    name = unique_name()
+    running = quartet.start([(send_and_die, (name,)), *[(take_part, (name,))] * 3])
+    sender, *receivers = running.outcomes()
+    assert isinstance(sender.error, WorkerDied)
+    ends = [outcome.value for outcome in receivers]
+    assert all(isinstance(end.error, TargetTorn) for end in ends)
+    assert max(end.ended_s for end in ends) - min(end.ended_s for end in ends) < FOUND_S
+
+
+def send_and_die(rank: int, name: str) -> None:
+    """Send along a chain, and be killed at the twentieth message."""
+    send = ProcessGroupLink.send
+    posted = [0]
+
+    def and_die(self: ProcessGroupLink, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+        posted[0] += 1
+        if posted[0] == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, buffer, peer, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupLink, "send", and_die)
+        take_part(rank, name)
