@@ -11,7 +11,7 @@ import pytest
 
 from torchferry.core import codec, torn, watch
 from torchferry.engine import destination, lanes, payload, receiving, relay, sending, window
-from torchferry.errors import BadManifest, SendBroken
+from torchferry.errors import BadManifest, LinkBroken, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
