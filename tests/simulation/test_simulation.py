@@ -88,14 +88,14 @@ def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = payload.Payload.steps
 
-    def only_with_ground(self: payload.Payload, clock: Any, window_bytes: int) -> Any:
-        return original(self, clock, window_bytes) if self.ground._memories else refuse()
+    def only_with_ground(self: payload.Payload, *args: Any) -> Any:
+        return original(self, *args) if self.ground._memories else refuse()
 
     monkeypatch.setattr(payload.Payload, "steps", only_with_ground)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_room(self: window.Window, nbytes: int) -> Any:
+    def make_room(self: window.Window, nbytes: int, *, in_place: bool = False) -> Any:
         return
         yield
 

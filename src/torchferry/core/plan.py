@@ -30,7 +30,15 @@ MAX_CHUNK_BYTES = 1 << 30
 """The largest chunk that a peer may ask for: staging has to hold one."""
 
 WINDOW_BYTES = 32 << 20
-"""How much may be under way at once: enough to keep the link busy while the oldest is waited for."""
+"""How much may be staged at once: enough to keep the link busy while the oldest is waited for."""
+
+IN_PLACE_WINDOW_BYTES = 1 << 30
+"""How much may be asked for at once where it belongs, which takes no memory: the more the link knows of
+beforehand, the less it waits."""
+
+SEND_WINDOW_BYTES = 16 << 20
+"""How much may be offered at once: two chunks, so that each is sent while it is still in the cache that it
+was hashed in. More has left it by then, less leaves the link idle."""
 
 PACK_BYTES = 128 << 10
 """Smaller extents are packed: a message of its own costs more than copying so much, twice."""

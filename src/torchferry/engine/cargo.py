@@ -16,7 +16,7 @@ from torchferry.core.plan import (
     MAX_MESSAGES,
     PACK_FROM,
     RELAY_CHUNK_BYTES,
-    WINDOW_BYTES,
+    SEND_WINDOW_BYTES,
     Chunk,
     Message,
     Plan,
@@ -51,7 +51,7 @@ class Push:
     chunk_bytes: int = CHUNK_BYTES
     relay_chunk_bytes: int = RELAY_CHUNK_BYTES
     pack_from: int = PACK_FROM
-    window_bytes: int = WINDOW_BYTES
+    window_bytes: int = SEND_WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
     stall_s: float | None = None
     verify: bool = True
@@ -174,7 +174,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         ),
         chain(terms.rank, peers) if relayed else {},
         terms.verify,
-        max(terms.window_bytes // lanes, 1),
+        max(terms.window_bytes // lanes, 2 * chunk_bytes),
         [None] * len(plan.chunks),
     )
     if terms.verify and not ahead:

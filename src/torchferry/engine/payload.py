@@ -42,14 +42,16 @@ class Payload:
     verify: bool = True
     relay: Relay | None = None
 
-    def steps(self, clock: Callable[[], float], window_bytes: int) -> Steps[Arrival]:
+    def steps(
+        self, clock: Callable[[], float], window_bytes: int, in_place_window_bytes: int
+    ) -> Steps[Arrival]:
         """Receive every message and put its bytes where they belong; damage is noted, not raised.
 
         Raises:
             PeerGaveUp: the sender, or who was to forward, said farewell.
             LinkError: the link failed.
         """
-        return _Receiving(self).steps(Window(self.meter, clock, window_bytes))
+        return _Receiving(self).steps(Window(self.meter, clock, window_bytes, in_place_window_bytes))
 
 
 class _Receiving:
@@ -73,8 +75,8 @@ class _Receiving:
 
     def steps(self, window: Window) -> Steps[Arrival]:
         for item in self._plan.sequence(sealed=self._sealed):
-            yield from window.make_room(item.nbytes)
             if isinstance(item, Seal):
+                yield from window.make_room(item.nbytes)
                 self._post_seal(item, window)
             else:
                 yield from self._post(item, window)
@@ -84,6 +86,7 @@ class _Receiving:
     def _post(self, message: Message, window: Window) -> Steps[None]:
         straight = self._straight(message)
         staged = straight is None
+        yield from window.make_room(message.nbytes, in_place=not staged)
         if straight is None:
             yield from self._room(message.nbytes)
             buffer, rest = self._staging.take(message.nbytes), None
@@ -97,7 +100,7 @@ class _Receiving:
             self._arrived(message, buffer, rest)
             self._hand_on(buffer, staged=staged)
 
-        window.add(pending, message.nbytes, done)
+        window.add(pending, message.nbytes, done, in_place=not staged)
 
     def _straight(self, message: Message) -> tuple[torch.Tensor, Landing] | None:
         """Give the memory that a message can be received into as it is, and what is left to do after that."""

@@ -17,7 +17,7 @@ import torch
 
 from torchferry.core.codec import Envelope, decode
 from torchferry.core.extents import TooIntricate
-from torchferry.core.plan import WINDOW_BYTES, Plan, TooManyMessages, make_plan
+from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages, make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.routes import Route
@@ -56,6 +56,7 @@ class Pull:
     site: Site = field(default_factory=Site)
     decode: Callable[[bytes], Envelope] = decode
     window_bytes: int = WINDOW_BYTES
+    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     stall_s: float | None = None
     verify: bool = True
     runner: Callable[[], Runner] = ThreadRunner
@@ -179,7 +180,7 @@ class _Transfer:
         payload = Payload(
             self._link, envelope, plan, receiver.landings, receiver.ground, meter, self._terms.verify, relay
         )
-        steps = payload.steps(clock, window_bytes)
+        steps = payload.steps(clock, window_bytes, self._terms.in_place_window_bytes)
         if relay is None or forwarding is None:
             lane = Lane(meter, steps)
             self._run([lane])

@@ -26,34 +26,55 @@ class _Entry(NamedTuple):
     pending: Pending
     nbytes: int
     done: Callable[[], None]
+    in_place: bool
 
 
 class Window:
-    """A queue of messages. Making room waits for the oldest."""
+    """A queue of messages. Making room waits for the oldest.
 
-    def __init__(self, meter: Meter, clock: Callable[[], float], most_bytes: int) -> None:
+    Messages that land where they belong take no memory, so more of them may be under way: up to
+    `most_in_place_bytes` in all.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        clock: Callable[[], float],
+        most_bytes: int,
+        most_in_place_bytes: int = 0,
+    ) -> None:
         self._meter = meter
         self._clock = clock
         self._most_bytes = most_bytes
+        self._most_in_place_bytes = most_in_place_bytes
         self._entries: deque[_Entry] = deque()
         self._nbytes = 0
+        self._in_place_bytes = 0
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def make_room(self, nbytes: int) -> Steps[None]:
+    def make_room(self, nbytes: int, *, in_place: bool = False) -> Steps[None]:
         """Wait until so many bytes more may be under way.
 
         Raises:
             LinkError: a message failed.
         """
-        while self._entries and self._nbytes + nbytes > self._most_bytes:
+        while self._entries and not self._has_room(nbytes, in_place):
             yield from self.finish_oldest()
 
-    def add(self, pending: Pending, nbytes: int, done: Callable[[], None]) -> None:
+    def _has_room(self, nbytes: int, in_place: bool) -> bool:
+        if in_place:
+            return self._in_place_bytes + self._nbytes + nbytes <= self._most_in_place_bytes
+        return self._nbytes + nbytes <= self._most_bytes
+
+    def add(self, pending: Pending, nbytes: int, done: Callable[[], None], *, in_place: bool = False) -> None:
         """Note a message that was just started; `done` is called once it is complete."""
-        self._entries.append(_Entry(pending, nbytes, done))
-        self._nbytes += nbytes
+        self._entries.append(_Entry(pending, nbytes, done, in_place))
+        if in_place:
+            self._in_place_bytes += nbytes
+        else:
+            self._nbytes += nbytes
 
     def finish(self) -> Steps[None]:
         """Wait for all that is under way.
@@ -73,7 +94,10 @@ class Window:
         entry = self._entries[0]
         yield entry.pending
         self._entries.popleft()
-        self._nbytes -= entry.nbytes
+        if entry.in_place:
+            self._in_place_bytes -= entry.nbytes
+        else:
+            self._nbytes -= entry.nbytes
         self._meter.moved_s = self._clock()
         entry.done()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchferry.core.plan import WINDOW_BYTES, Message
+from torchferry.core.plan import SEND_WINDOW_BYTES, Message
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.engine.cargo import Cargo
@@ -111,8 +111,8 @@ class Slow:
 
 def test_only_so_many_bytes_are_under_way_at_once() -> None:
     link = Slow()
-    push(link, [1], {"big": torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8)}, TERMS)
-    assert WINDOW_BYTES / 2 < link.most_under_way <= WINDOW_BYTES
+    push(link, [1], {"big": torch.empty(3 * SEND_WINDOW_BYTES, dtype=torch.uint8)}, TERMS)
+    assert SEND_WINDOW_BYTES / 2 < link.most_under_way <= SEND_WINDOW_BYTES
     assert link.under_way == 0
 
 

@@ -160,6 +160,7 @@ class _Run:
             members=range(self.play.receivers + 1),
             target=(lambda: target) if self.play.in_place or self.play.refuses else None,
             window_bytes=_WINDOW_BYTES,
+            in_place_window_bytes=_WINDOW_BYTES,
             runner=self._runner(rank),
         )
         return lambda: pull(self.network.link(rank), 0, terms, Group())[0]
