@@ -211,20 +211,24 @@ def crowding_keys(bits: int) -> tuple[int, ...]:
     Where a place is taken, Python goes on to five times it and one more, and to the number's higher bits. So
     take a third of such a way, and then numbers that come upon it with every step until those bits are spent.
     """
-    mask, way = (1 << bits) - 1, {1: None}
-    at = 1
+    mask, way = (1 << bits) - 1, [1]
     while len(way) < mask // 3:
-        at = (5 * at + 1) & mask
-        way[at] = None
-    late = []
-    for number in range(mask + 1, 32 * mask):
+        way.append((5 * way[-1] + 1) & mask)
+    # Not a dict or set of them, for it is these that take so long to look up in one.
+    on_way = bytearray(mask + 1)
+    for at in way:
+        on_way[at] = 1
+    late: list[int] = []
+    number = mask
+    while len(late) < mask // 3:
+        number += 1
         rest, at = number, number & mask
-        while at in way and rest:
+        while on_way[at] and rest:
             rest >>= 5
             at = (5 * at + rest + 1) & mask
-        if at in way:
+        if on_way[at]:
             late.append(number)
-    return (*way, *late[: mask // 3])
+    return (*way, *late)
 
 
 @attack()
