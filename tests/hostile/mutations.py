@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from msgspec.msgpack import Ext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -82,13 +81,17 @@ _NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2
 
 _TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "shard")
 
-_CODES = (1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
+_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
 
 
 @cache
 def _decoded(body: bytes) -> Any:
     """Decode a body once for all seeds. Nobody writes to it: what is changed is made anew."""
     return msgspec.msgpack.decode(body)
+
+
+def _is_special(node: Any) -> bool:
+    return isinstance(node, list) and list(map(type, node)) == [int, bytes]
 
 
 class Mutator:
@@ -157,8 +160,10 @@ class Mutator:
     def _edited(self, node: Any) -> Any:
         """Change one value somewhere in a decoded tree, rather further down than here."""
         rng = self._rng
+        if _is_special(node) and rng.random() < 0.95:
+            return self._edited_special(node)
         if isinstance(node, list) and node and rng.random() < 0.95:
-            inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict, Ext)) and item]
+            inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict)) and item]
             at = rng.choice(inner) if inner and rng.random() < 0.8 else rng.randrange(len(node))
             # A list that begins with a name is a record; others may be of any length.
             if not inner and not isinstance(node[0], str) and rng.random() < 0.2:
@@ -169,18 +174,16 @@ class Mutator:
             if rng.random() < 0.05:
                 return {k: v for k, v in node.items() if k != key}
             return {**node, key: self._edited(node[key])}
-        if isinstance(node, Ext) and rng.random() < 0.95:
-            return self._edited_extension(node)
         return self._value(2) if rng.random() < 0.02 else self._like(node)
 
-    def _edited_extension(self, node: Ext) -> Ext:
+    def _edited_special(self, node: list[Any]) -> list[Any]:
+        code, data = node
         if self._rng.random() < 0.2:
-            return Ext(self._rng.choice((*_CODES, 99)), node.data)
+            return [self._rng.choice((*_CODES, 99)), data]
         try:
-            inside = msgspec.msgpack.decode(node.data)
-            return Ext(node.code, msgspec.msgpack.encode(self._edited(inside)))
+            return [code, msgspec.msgpack.encode(self._edited(msgspec.msgpack.decode(data)))]
         except (msgspec.DecodeError, RecursionError, UnicodeError, TypeError):
-            return Ext(node.code, self._flip(bytes(node.data)))
+            return [code, self._flip(data)]
 
     def _like(self, node: Any) -> Any:
         """Give another value of the same type: one beside it, or one at some boundary."""
@@ -259,11 +262,11 @@ class Mutator:
         if made == 5:
             return rng.randbytes(rng.randrange(9))
         if made == 6:
-            return Ext(rng.randrange(-128, 128), rng.randbytes(rng.randrange(9)))
+            return [rng.randrange(-1, 130), rng.randbytes(rng.randrange(9))]
         if made == 7:
             return [self._value(depth - 1) for _ in range(rng.randrange(4))]
         if made == 8:
             names = ("size", "layout", "grad", "coalesced", "shape", "mesh", "dtype", "fields")
             return {rng.choice(names): self._value(depth - 1) for _ in range(rng.randrange(4))}
         payload = msgspec.msgpack.encode(self._value(depth - 1))
-        return Ext(rng.choice(_CODES), payload)
+        return [rng.choice(_CODES), payload]

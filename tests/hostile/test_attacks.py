@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
-from tests.hostile.attacks.base import ATTACKS, Attack
+from tests.hostile.attacks.base import ATTACKS, Attack, framed
+from torchferry.core.codec import pack
+from torchferry.core.manifest import FORM, Special
 from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
 from torchferry.engine import Pull, pull
@@ -161,6 +164,79 @@ def test_a_receiver_in_place_raises_an_error_of_ours_and_keeps_its_state(family:
             receive(frame, one.payload, target=lambda local=local: local)
         if one is not _FITS:
             assert torch.equal(local[0], torch.arange(4.0)), str(one)
+
+
+# The shortest of everything that MessagePack has, and what becomes the most for its length.
+SHORT = {
+    "nothing": b"\xc0",
+    "a list": b"\x90",
+    "a map": b"\x80",
+    "a list in a list": b"\x91\x90",
+    "a negative number": b"\xec",
+    "a number": b"\xcd\x01\x01",
+    "a float": b"\xca\x00\x00\x00\x00",
+    "a text": b"\xa2ab",
+    "bytes": b"\xc4\x02ab",
+    "an extension": b"\xd4\x10\x00",
+    "a special": b"\x92\x10\xc4\x00",
+    "a special of two bytes": b"\x92\x10\xc4\x02ab",
+    "no special": b"\x92\x10\xc0",
+    "a pair": b"\x92\xc0\xc0",
+    "a pair of lists": b"\x92\x90\x90",
+    "a shard": b"\x93\x90\x90\xa0",
+    "a leaf": b"\x91\xa4abcd",
+    "a leaf of a part": b"\x92\xa4abcd\x91\x00",
+    "a branch": b"\x92\xa4list\x90",
+    "a tensor": b"\x96\xa1f\x04\x90\x90\x00\x00",
+    "a field": b"\x92\xa1a\xa1b",
+}
+MOST_TIMES = 60
+"""What a byte of metadata may become in memory. The worst are small negative numbers: a byte each, and an
+object of thirty-two."""
+
+
+def _form(field: bytes, items: bytes, kind: bytes) -> bytes:
+    form = b"\x81" + bytes([0xA0 + len(field)]) + field + items
+    return trees.with_leaf(pack(Special(FORM, form)), pack(Special(FORM, form)), kind)
+
+
+PLACES: dict[str, Callable[[bytes], bytes]] = {
+    "keys": trees.with_keys,
+    "extra": trees.with_extra,
+    "children": lambda items: framed(trees.HEAD + b"\x91\x92\xa4list" + items + b"\x90\x90\x90\x10"),
+    "branches": lambda items: framed(trees.HEAD + items + b"\x90\x90\x90\x10"),
+    "leaves": lambda items: framed(trees.HEAD + b"\x90" + items + b"\x90\x90\x10"),
+    "tensors": lambda items: framed(trees.HEAD + b"\x90\x90" + items + b"\x90\x10"),
+    "storages": lambda items: framed(trees.HEAD + b"\x90\x90\x90" + items + b"\x10"),
+    "digests": lambda items: framed(b"\x96\x95\x00\x90\x91\x91\xa5value\x90\x90\x10\xc0\x00\xc4\x00" + items),
+    "fixed": lambda items: trees.with_leaf(items, b"\xc0"),
+    "traits": lambda items: trees.with_leaf(b"\xc0", items),
+    **{
+        f"a value of code {code}": lambda items, code=code: trees.with_leaf(  # type: ignore[misc]
+            b"\xc0", pack(Special(code, items))
+        )
+        for code in (16, 17, 18, 19, 20, 32, 40, 41)
+    },
+    "placements": lambda items: _form(b"placements", items, b"\xa7dtensor"),
+    "shards": lambda items: _form(b"shards", items, b"\xa7sharded"),
+    "all": lambda items: _form(b"all", items, b"\xa7sharded"),
+    "size": lambda items: _form(b"size", items, b"\xa6sparse"),
+    "dtype": lambda items: _form(b"dtype", b"\x81\xa6fields" + items, b"\xa7ndarray"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_frame_takes_in_memory_is_bounded_by_its_length(place: str) -> None:
+    for name, item in SHORT.items():
+        frame = PLACES[place](trees.many(item, 60_000 // len(item)))
+        tracemalloc.start()
+        try:
+            with suppress(FerryError):
+                prepare(decode_any(frame, allow_pickle=False).manifest, Site())
+            times = tracemalloc.get_traced_memory()[1] / len(frame)
+        finally:
+            tracemalloc.stop()
+        assert times < MOST_TIMES, f"{place} of many times {name}: {times:.0f} times its length"
 
 
 @pytest.mark.parametrize("name", kinds.SOUND)

@@ -7,27 +7,45 @@ A frame is
     8 bytes   XXH3 of the rest, little-endian
     the rest  MessagePack of Envelope
 
-What MessagePack lacks is an extension: a code and a payload, which stays packed until `unpack` is asked.
-Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it.
+What MessagePack lacks is a Special: a code and a payload, which stays packed until `unpack` is asked.
+Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it. All that
+is decoded has a type, and none of the types lets a byte become a container: what a frame takes in memory is
+at most sixty times its length, and that only if it is made for it.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection, Sequence
+from itertools import chain
 from math import prod
+from operator import add, gt, itemgetter, mod
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
-from msgspec.msgpack import Decoder, Encoder, Ext
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, Encoder
 from xxhash import xxh3_64_intdigest
 
+from torchferry.core.crowding import are_crowded
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.figures import figure_of
-from torchferry.core.manifest import MAX_DIMS, Branch, Count, Manifest, Special, TensorSpec, Value
+from torchferry.core.figures import figure
+from torchferry.core.manifest import (
+    FORM,
+    MAX_DIMS,
+    Branch,
+    Count,
+    Manifest,
+    Nested,
+    Special,
+    TensorSpec,
+    Value,
+)
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.protocol import NONCE_BYTES
 from torchferry.core.routes import Route
-from torchferry.core.tree import MAX_DEPTH, keys_of
+from torchferry.core.showing import show
+from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
@@ -41,9 +59,22 @@ tree's paths can be a thousand times as long as its frame."""
 _COUNTABLE = 2**63 - 1
 _ITEM_SIZES = frozenset({1, 2, 4, 8, 16})
 
-_COPIED_BYTES = 1 << 10
-"""Extensions longer than this stay where they are, in the frame: nested in each other they would be copied
-as often as they are deep."""
+_KEYS = frozenset({type(None), bool, int, float, str, Special})
+_TEXTS = frozenset({str})
+_SALTED = frozenset({str, Special})
+
+_SHOWN_BYTES = 1 << 12
+"""Longer forms are not taken apart to be shown."""
+
+_FEW_TENSORS = 2048
+"""Among so many it takes little time to find those that are alike, whatever their numbers are."""
+
+_Numbers: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""What makes a tensor's figure: its shape, its strides, and the bytes of an item."""
+
+Digest: TypeAlias = Annotated[int, Meta(ge=0)]
+
+T = TypeVar("T")
 
 
 class Envelope(Struct, frozen=True, array_like=True):
@@ -59,47 +90,58 @@ class Envelope(Struct, frozen=True, array_like=True):
     step: int | None = None
     serial: Count = 0
     nonce: bytes = b""
-    digests: tuple[int, ...] | None = None
+    digests: tuple[Digest, ...] | None = None
     sealed: bool = False
     pack_bytes: Count = 0
     origin: Count = 0
     route: Route | None = None
 
 
-def _to_extension(value: object) -> Ext:
-    if isinstance(value, Special):
-        return Ext(value.code, value.data)
-    raise TypeError(f"{type(value).__qualname__} is not a wire value")
+_encoder = Encoder()
+_envelope_decoder = Decoder(Envelope)
+_any_decoder: Decoder[Any] = Decoder()
+_view_decoder = Decoder(memoryview)
 
 
-def _from_extension(code: int, data: memoryview) -> Special:
-    return Special(code, bytes(data) if len(data) <= _COPIED_BYTES else data.toreadonly())
+def pack(value: object) -> bytes:
+    """Encode a payload: wire values, and lists, maps and records of them.
 
-
-_encoder = Encoder(enc_hook=_to_extension)
-_envelope_decoder = Decoder(Envelope, ext_hook=_from_extension)
-_value_decoder = Decoder(ext_hook=_from_extension)
-
-
-def pack(value: Value) -> bytes:
-    """Encode one wire value: the payload of a Special.
-
-    >>> unpack(pack([1, "a", None]))
-    [1, 'a', None]
+    >>> unpack(pack([1, 2]), Decoder(tuple[int, ...]))
+    (1, 2)
     """
     return _encoder.encode(value)
 
 
-def unpack(data: bytes | memoryview) -> Value:
-    """Decode the payload of a Special.
+def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
+    """Decode a payload as what it must be.
 
     Raises:
-        BadManifest: it is not MessagePack.
+        BadManifest: it is not that.
     """
     try:
-        return _value_decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadManifest(f"a value in the metadata can't be decoded: {error}") from None
+
+
+def payload_of(value: Special | Nested) -> bytes | memoryview:
+    """Give the packed payload of a Special, or of one inside another.
+
+    Raises:
+        BadManifest: it is no payload.
+    """
+    return value.data if type(value) is Special else unpack(value.data, _view_decoder)
+
+
+def show_form(value: Value) -> str:
+    """Show what a leaf's kind has packed, or what there is of it instead.
+
+    >>> show_form(Special(FORM, pack({"size": [2, 3]})))
+    "{'size': [2, 3]}"
+    """
+    if type(value) is not Special or value.code != FORM or len(value.data) > _SHOWN_BYTES:
+        return show(value)
+    return show(unpack(value.data, _any_decoder))
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -158,76 +200,128 @@ def check(manifest: Manifest) -> None:
     Raises:
         BadManifest: naming the first thing that is wrong.
     """
-    _check_tree(manifest)
-    for number, leaf in enumerate(manifest.leaves):
-        if leaf.parts and max(leaf.parts) >= len(manifest.tensors):
-            raise BadManifest(f"leaf {number} refers to a tensor that is not there")
-    for number, spec in enumerate(manifest.tensors):
-        _check_tensor(number, spec, manifest.storages)
+    parts = [leaf.parts for leaf in manifest.leaves]
+    _check_tree(manifest, list(map(len, parts)))
+    if max(chain.from_iterable(parts), default=-1) >= len(manifest.tensors):
+        number = next(n for n, some in enumerate(parts) if some and max(some) >= len(manifest.tensors))
+        raise BadManifest(f"leaf {number} refers to a tensor that is not there")
+    _check_tensors(manifest.tensors, manifest.storages)
 
 
-def _check_tree(manifest: Manifest) -> None:
-    """Parents come before children, every branch has one parent, every leaf stands somewhere."""
-    depth: dict[int, int] = {}
-    used = [False] * len(manifest.leaves)
-    _adopt(manifest, manifest.root, -1, depth, used)
-    path_bytes = {~manifest.root: 0}
+class _Place(NamedTuple):
+    """Where a branch stands: how deep, and how many bytes its path takes."""
+
+    depth: int
+    path_bytes: int
+
+
+def _check_tree(manifest: Manifest, parts: list[int]) -> None:
+    """Parents come before children, every branch has one parent, every leaf stands somewhere.
+
+    `parts` has the number of tensors of each leaf. A branch's children are looked at all at once where they
+    can be, for there may be many thousands.
+    """
+    used = bytearray(len(parts))
+    # By number, not in dicts: a peer chooses in which order they come.
+    places: list[_Place | None] = [None] * len(manifest.branches)
+    if manifest.root < 0:
+        _adopt(places, manifest.root, -1, _Place(1, 0))
+    elif manifest.root < len(parts):
+        used[manifest.root] = 1
+    else:
+        raise BadManifest("the root is a leaf that is not there")
     total_bytes = 0
     for index, branch in enumerate(manifest.branches):
-        if index not in depth:
+        place = places[index]
+        if place is None:
             raise BadManifest(f"branch {index} stands nowhere in the tree")
-        _check_branch(index, branch)
-        if depth[index] > MAX_DEPTH:
+        if place.depth > MAX_DEPTH:
             raise BadManifest(f"the tree is deeper than {MAX_DEPTH}")
-        here = path_bytes.pop(index)
-        for child, key in zip(branch.children, keys_of(branch), strict=True):
-            _adopt(manifest, child, index, depth, used)
-            nbytes = here + 8 + (len(key) if isinstance(key, str) else 8)
-            if child < 0:
-                path_bytes[~child] = nbytes
-            else:
-                total_bytes += nbytes + 8 * len(manifest.leaves[child].parts)
+        children = branch.children
+        key_bytes = _check_keys(index, branch)
+        total_bytes += len(children) * (place.path_bytes + 8) + sum(key_bytes)
+        if children and max(children) >= len(parts):
+            raise BadManifest(f"branch {index} refers to a leaf that is not there")
+        leaves: Sequence[int] = children
+        if children and min(children) < 0:
+            leaves = [child for child in children if child >= 0]
+            for child, nbytes in zip(children, key_bytes, strict=True):
+                if child < 0:
+                    _adopt(places, child, index, _Place(place.depth + 1, place.path_bytes + 8 + nbytes))
+        for child in leaves:
+            used[child] = 1
+        total_bytes += 8 * sum(map(parts.__getitem__, leaves))
         if total_bytes > MAX_PATH_BYTES:
             raise BadManifest(f"the paths of the tree take more than {MAX_PATH_BYTES} bytes")
     if not all(used):
-        raise BadManifest(f"leaf {used.index(False)} stands nowhere in the tree")
+        raise BadManifest(f"leaf {used.index(0)} stands nowhere in the tree")
 
 
-def _adopt(manifest: Manifest, child: int, parent: int, depth: dict[int, int], used: list[bool]) -> None:
-    if child >= 0:
-        if child >= len(used):
-            raise BadManifest(f"branch {parent} refers to a leaf that is not there")
-        used[child] = True
-        return
-    if ~child <= parent or ~child >= len(manifest.branches) or ~child in depth:
+def _adopt(places: list[_Place | None], child: int, parent: int, place: _Place) -> None:
+    if ~child <= parent or ~child >= len(places) or places[~child] is not None:
         raise BadManifest(f"branch {parent} refers to branch {~child}, which can't be its child")
-    depth[~child] = depth.get(parent, 0) + 1
+    places[~child] = place
 
 
-def _check_branch(index: int, branch: Branch) -> None:
-    if branch.keys is None:
-        return
-    if len(branch.keys) != len(branch.children):
-        raise BadManifest(f"branch {index} has {len(branch.keys)} keys for {len(branch.children)}")
-    if any(isinstance(key, (list, dict)) for key in branch.keys):
+def _check_keys(index: int, branch: Branch) -> Sequence[int]:
+    """Check the keys of a branch, and give what each child's takes in a path."""
+    keys, count = branch.keys, len(branch.children)
+    if keys is None:
+        return (8,) * count
+    if len(keys) != count:
+        raise BadManifest(f"branch {index} has {len(keys)} keys for {count}")
+    types = set(map(type, keys))
+    if not types <= _KEYS:
         raise BadManifest(f"branch {index} has a key that can't be one")
-    # Packed, for a peer can choose numbers that a set takes minutes over, but not bytes. NaN is never twice.
-    packed = [key if type(key) is str else pack(key) for key in branch.keys if key == key]
-    if len(set(packed)) != len(packed):
+    if are_crowded(keys, _SALTED):
+        raise BadManifest(f"branch {index} has keys that were chosen to collide")
+    if len(dict.fromkeys(keys)) != count:
         raise BadManifest(f"branch {index} has the same key twice")
+    if types <= _TEXTS:
+        return list(map(len, keys))  # type: ignore[arg-type]
+    return [len(key) if isinstance(key, str) else 8 for key in keys]
 
 
-def _check_tensor(number: int, spec: TensorSpec, storages: tuple[int, ...]) -> None:
-    if len(spec.shape) != len(spec.stride) or spec.itemsize not in _ITEM_SIZES:
-        raise BadManifest(f"tensor {number} has a shape, stride or item size that can't be")
-    if len(spec.shape) > MAX_DIMS:
-        raise BadManifest(f"tensor {number} has {len(spec.shape)} dimensions, more than {MAX_DIMS}")
-    if spec.storage >= len(storages) or spec.offset % spec.itemsize:
-        raise BadManifest(f"tensor {number} has a storage or offset that can't be")
-    seen = figure_of(spec)
-    if spec.offset + seen.span > storages[spec.storage]:
-        raise BadManifest(f"tensor {number} reaches beyond its storage")
-    # Expanded dimensions reach nowhere, and still there can't be more items than torch can count.
-    items = seen.items or prod(n for n in spec.shape if n)
-    if items * spec.itemsize > _COUNTABLE:
-        raise BadManifest(f"tensor {number} has more items than can be counted")
+def _check_tensors(tensors: Sequence[TensorSpec], storages: Sequence[int]) -> None:
+    """Check what each figure says once, and where the tensors lie all at once."""
+    figures = [(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
+    different = _different(figures)
+    for shape, stride, itemsize in different:
+        if len(shape) != len(stride) or itemsize not in _ITEM_SIZES or len(shape) > MAX_DIMS:
+            number = figures.index((shape, stride, itemsize))
+            raise BadManifest(
+                f"tensor {number} has a shape, stride or item size that can't be: {len(shape)} dimensions, "
+                f"{len(stride)} strides, {itemsize} bytes an item"
+            )
+    spans = {each: figure(*each).span for each in different}
+    offsets = [spec.offset for spec in tensors]
+    owners = [spec.storage for spec in tensors]
+    if max(owners, default=-1) >= len(storages):
+        raise BadManifest(f"tensor {owners.index(max(owners))} has a storage that is not there")
+    if any(map(mod, offsets, map(itemgetter(2), figures))):
+        number = next(n for n, spec in enumerate(tensors) if spec.offset % spec.itemsize)
+        raise BadManifest(f"tensor {number} has an offset that can't be")
+    ends = list(map(add, offsets, map(spans.__getitem__, figures)))
+    sizes = list(map(storages.__getitem__, owners))
+    if any(map(gt, ends, sizes)):
+        raise BadManifest(f"tensor {list(map(gt, ends, sizes)).index(True)} reaches beyond its storage")
+    for each in different:
+        # Expanded dimensions reach nowhere, and still there can't be more items than torch can count.
+        items = figure(*each).items or prod(n for n in each[0] if n)
+        if items * each[2] > _COUNTABLE:
+            raise BadManifest(f"tensor {figures.index(each)} has more items than can be counted")
+
+
+def _different(figures: list[_Numbers]) -> Collection[_Numbers]:
+    """Give each figure once.
+
+    Raises:
+        BadManifest: they were chosen so that a table takes minutes over them.
+    """
+    if len(figures) <= _FEW_TENSORS:
+        return set(figures)
+    # A peer can choose numbers that crowd, but not what their bytes are hashed to.
+    different = list(dict(zip(map(_encoder.encode, figures), figures, strict=True)).values())
+    if are_crowded(different):
+        raise BadManifest("the shapes and strides of the tensors were chosen to collide")
+    return different

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from torchferry.core.codec import show_form
 from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
 from torchferry.core.grids import one_map
 from torchferry.core.manifest import OPAQUE, VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.showing import show, show_name
+from torchferry.core.showing import show_name
 from torchferry.core.tree import Path, format_path, occurrences
 from torchferry.errors import Mismatch
 
@@ -156,7 +157,7 @@ def _differences(incoming: Manifest, local: Manifest, pair: Pair) -> Iterator[Mi
         yield Mismatch(path, "kind", describe(incoming, theirs), describe(local, ours))
         return
     if theirs.fixed != ours.fixed:
-        yield Mismatch(path, f"{theirs.kind} form", show(theirs.fixed), show(ours.fixed))
+        yield Mismatch(path, f"{theirs.kind} form", show_form(theirs.fixed), show_form(ours.fixed))
     if len(theirs.parts) != len(ours.parts):
         yield Mismatch(path, "number of parts", str(len(theirs.parts)), str(len(ours.parts)))
     for part, mine in zip(theirs.parts, ours.parts, strict=False):

@@ -2,6 +2,8 @@
 
 Rules of this file:
 - Plain data. Nothing here knows torch; dtypes are names, values outside msgpack's own are `Special`.
+- Typed to the last field, so that what a peer sends is refused by its type before it is made, and what is
+  made is a bounded multiple of what was sent.
 - Flat. The tree is a list of branches that refer to each other by number, so nothing in the package
   recurses over what a peer sent, however deep it claims to be.
 - A leaf names its tensors, a tensor names its storage, and that is all the aliasing there is: two leaves
@@ -13,38 +15,48 @@ extents that overlap, leave gaps, or belong to nobody.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Meta, Struct
-
-# What msgpack has by itself (None, bool, int in 64 bits, float, str, bytes, list, dict) and Special.
-Value: TypeAlias = Any
+from msgspec import Meta, Raw, Struct
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
+Code: TypeAlias = Annotated[int, Meta(ge=0, le=127)]
 
-class Special:
+KindName: TypeAlias = Annotated[str, Meta(min_length=4, max_length=32)]
+"""Not shorter, so that a frame of the shortest leaves is not many times as large in memory."""
+
+
+class Special(Struct, frozen=True, array_like=True, gc=False):
     """A value that msgpack lacks: a code that says what it is, and its encoding.
 
     The payload stays encoded so that a Special is hashable (it may be a dict key) and so that nothing is
-    unpacked before somebody who knows the code asks for it. A class of its own making, because msgspec
-    has an encoding for every sort of record, and this one must be an extension.
+    unpacked before somebody who knows the code, and so the type of what is in there, asks for it.
     """
 
-    __slots__ = ("code", "data")
-
-    def __init__(self, code: int, data: bytes | memoryview) -> None:
-        self.code = code
-        self.data = data
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Special) and (self.code, self.data) == (other.code, other.data)
-
-    def __hash__(self) -> int:
-        return hash((self.code, self.data))
+    code: Code
+    data: bytes
 
     def __repr__(self) -> str:
-        return f"Special({self.code}, {bytes(self.data[:64])!r}{'…' if len(self.data) > 64 else ''})"
+        return f"Special({self.code}, {self.data[:64]!r}{'…' if len(self.data) > 64 else ''})"
+
+
+class Nested(Struct, frozen=True, array_like=True, gc=False):
+    """A Special inside the payload of another, as it is found there.
+
+    Its bytes stay where they are: nested in each other they would be copied as often as they are deep.
+    """
+
+    code: Code
+    data: Raw
+
+
+# Nothing in them has an inside that the decoder would make: any other list, or a map, is refused.
+Value: TypeAlias = bool | int | float | str | Special | None
+Item: TypeAlias = bool | int | float | str | Nested | None
+
+FORM = 0
+"""The code of a Special that is for the leaf's own kind to read."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
@@ -60,24 +72,24 @@ class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
     neg: bool = False
 
 
-class Leaf(Struct, frozen=True, array_like=True):
+class Leaf(Struct, frozen=True, array_like=True, gc=False):
     """One value of the state.
 
     `fixed` is what an in-place target must have in common with it (placements, a sparse size, …);
     `traits` is what a fresh copy is given and an in-place target keeps as its own (requires_grad, mesh).
-    For the kind "value", `traits` is the value itself.
+    For the kind "value", `traits` is the value itself. What is more than a scalar is packed in a Special.
     """
 
-    kind: str
+    kind: KindName
     parts: tuple[Count, ...] = ()
     fixed: Value = None
     traits: Value = None
 
 
-class Branch(Struct, frozen=True, array_like=True):
+class Branch(Struct, frozen=True, array_like=True, gc=False):
     """One container. A child c is the leaf c, or for c < 0 the branch ~c."""
 
-    kind: str
+    kind: KindName
     children: tuple[int, ...]
     keys: tuple[Value, ...] | None = None
     extra: Value = None

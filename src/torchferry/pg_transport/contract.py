@@ -98,7 +98,7 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
     storages: list[int] = []
     carried: list[Leaf] = []
     for placeholder in tree.leaves:
-        value = leaves[placeholder.traits]
+        value = leaves[placeholder.traits]  # type: ignore[index]
         if isinstance(value, AncestorTensorMeta):
             carried.append(Leaf("tensor", (len(tensors),)))
             tensors.extend(_specs(value, len(storages)))

@@ -73,7 +73,7 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
             elif leaf.kind == PICKLED:
-                values[number] = _unpickle(leaf.traits, site)
+                values[number] = _unpickle(from_wire(leaf.traits), site)
             else:
                 _check_leaf(leaf, [tensors[part] for part in leaf.parts])
                 sound.add(alike)

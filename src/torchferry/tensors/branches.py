@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torchferry.core.manifest import Branch, Value
@@ -81,9 +81,9 @@ class Container:
             raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
         self._kind = kind
         self._extra = branch.extra
-        self._keys: Sequence[object] = ()
+        self._keys: Collection[object] = ()
         try:
-            self._keys = distinct([key if type(key) is str else from_wire(key) for key in branch.keys or ()])
+            self._keys = distinct(key if type(key) is str else from_wire(key) for key in branch.keys or ())
         except _ODDITIES as error:
             raise self._blamed(error) from None
         self.build([None] * len(branch.children))
@@ -147,7 +147,7 @@ def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
 
 
 def _build_default(keys: list[Any], children: list[object], extra: Value) -> object:
-    factory = None if extra is None else _FACTORIES[extra]
+    factory = None if extra is None else _FACTORIES[extra]  # type: ignore[index]
     return defaultdict(factory, zip(keys, children, strict=True))
 
 
@@ -194,7 +194,7 @@ def field_names(cls: type) -> tuple[str, ...]:
 
 
 def _build_fields(keys: list[Any], children: list[object], extra: Value) -> object:
-    cls = registry.look_up(extra)
+    cls = registry.look_up(extra)  # type: ignore[arg-type]
     fields = field_names(cls)
     if tuple(keys) != fields:
         theirs = ", ".join(show_name(str(key)) for key in keys[:_FIELDS_SHOWN])

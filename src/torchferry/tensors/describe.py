@@ -93,7 +93,7 @@ def describe_target(state: object) -> Description:
 
 
 def _if_writable(leaf: Leaf) -> Leaf:
-    return leaf if leaf.traits["writeable"] else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
+    return leaf if leaf.traits else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
 
 
 def _describe(state: object, otherwise: _Otherwise) -> Description:
@@ -115,7 +115,7 @@ def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
     def otherwise(value: object, error: Unsendable) -> Leaf:
         if pickle is None:
             raise error
-        return Leaf(PICKLED, traits=pickle(value))
+        return Leaf(PICKLED, traits=to_wire(pickle(value)))
 
     return otherwise
 

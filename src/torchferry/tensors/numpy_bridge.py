@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct
 
-from torchferry.core.manifest import Value
+from torchferry.core.manifest import Count
 from torchferry.core.showing import MOST_CHARACTERS, show
 from torchferry.errors import UnknownType
 
@@ -22,6 +23,24 @@ MAX_DIMS = 64
 
 # A byte order, a kind, a size, and for times the unit.
 _FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
+
+
+class Field(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A field of a dtype on the wire; its name may have a title beside it."""
+
+    name: str | tuple[str, ...]
+    dtype: str | Fields
+    shape: tuple[Count, ...] | None = None
+
+
+class Fields(Struct, frozen=True, forbid_unknown_fields=True):
+    """A dtype that has fields."""
+
+    fields: tuple[Field, ...]
+
+
+DtypeForm: TypeAlias = str | Fields
+ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
 
 
 class Scalar:
@@ -63,13 +82,13 @@ def is_describable(dtype: Any) -> bool:
     return bool(again == dtype) and again.type is dtype.type
 
 
-def dtype_to_wire(dtype: Any) -> Value:
+def dtype_to_wire(dtype: Any) -> DtypeForm:
     """Describe a dtype: its name, or its fields if it has any."""
     # The .npy format's own description: a string, or for fields a list of tuples.
     return _descr_to_wire(_numpy().lib.format.dtype_to_descr(dtype))
 
 
-def dtype_from_wire(wire: Value) -> Any:
+def dtype_from_wire(wire: DtypeForm) -> Any:
     """Make the dtype again.
 
     Raises:
@@ -85,38 +104,37 @@ def dtype_from_wire(wire: Value) -> Any:
     return dtype
 
 
-def _descr_to_wire(descr: Any) -> Value:
-    if isinstance(descr, list):
-        return {"fields": [_descr_to_wire(field) for field in descr]}
-    if isinstance(descr, tuple):
-        return [_descr_to_wire(part) for part in descr]
-    return descr
+def _descr_to_wire(descr: Any) -> DtypeForm:
+    if isinstance(descr, str):
+        return descr
+    if not isinstance(descr, list):
+        raise ValueError(f"a numpy dtype that is described as {descr}")
+    return Fields(tuple(Field(name, _descr_to_wire(inner), *shape) for name, inner, *shape in descr))
 
 
-def _descr_from_wire(wire: Value) -> Any:
+def _descr_from_wire(wire: DtypeForm) -> Any:
     """Make numpy's description again: a format, or a list of fields, and nothing else numpy might parse."""
-    if isinstance(wire, str):
-        if not _FORMAT.fullmatch(wire):
-            raise ValueError(f"no format {show(wire)}")
-        return wire
-    return [_field_from_wire(*field) for field in wire["fields"]]
+    if isinstance(wire, Fields):
+        return [_field_from_wire(field) for field in wire.fields]
+    if not _FORMAT.fullmatch(wire):
+        raise ValueError(f"no format {show(wire)}")
+    return wire
 
 
-def _field_from_wire(name: Value, descr: Value, shape: Value = None) -> Any:
-    name = tuple(name) if isinstance(name, list) else name
-    field = (name, _descr_from_wire(descr))
-    return field if shape is None else (*field, tuple(shape))
+def _field_from_wire(field: Field) -> Any:
+    described = (field.name, _descr_from_wire(field.dtype))
+    return described if field.shape is None else (*described, field.shape)
 
 
-def scalar_to_wire(value: Any) -> Value:
+def scalar_to_wire(value: Any) -> ScalarForm:
     """Describe a numpy scalar as its dtype and its bytes."""
-    return [dtype_to_wire(value.dtype), value.tobytes()]
+    return dtype_to_wire(value.dtype), value.tobytes()
 
 
-def scalar_from_wire(wire: Value) -> object:
+def scalar_from_wire(wire: ScalarForm) -> object:
     """Make a numpy scalar out of its dtype and bytes."""
-    text, data = wire
-    dtype = dtype_from_wire(text)
+    described, data = wire
+    dtype = dtype_from_wire(described)
     data = data[: dtype.itemsize]  # numpy shows an empty string as one zero
     # As an item of an array, a string would lose the zeros at its end.
     if dtype.kind == "S":

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from msgspec.msgpack import Decoder
 
-from torchferry.core.codec import pack, unpack
-from torchferry.core.manifest import Special, Value
+from torchferry.core.codec import pack, payload_of, unpack
+from torchferry.core.crowding import are_crowded
+from torchferry.core.manifest import Item, Nested, Special, Value
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge, registry
 
 T = TypeVar("T")
 
-_MOST_OF_ONE_HASH = 100
-"""Keys of one dict that may have the same hash. By chance there are no two but -1 and -2."""
+_AS_THEY_ARE = frozenset({type(None), bool, float})
 
-_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
+_Items = tuple[Item, ...]
+_Pairs = tuple[tuple[Item, Item], ...]
 
 # Named constants of torch that appear in states, by the name that torch shows them under.
 _TORCH_NAMED: dict[type, dict[str, object]] = {
@@ -35,12 +37,13 @@ _TORCH_NAMED: dict[type, dict[str, object]] = {
 
 
 class ValueKind(NamedTuple):
-    """How one type of value becomes wire values and comes back."""
+    """How one type of value becomes wire values and comes back. `payload` is what is accepted for them."""
 
     code: int
     type: type
-    to_wire: Callable[[Any], Value]
-    from_wire: Callable[[Value], object]
+    payload: Any
+    to_wire: Callable[[Any], object]
+    from_wire: Callable[[Any], object]
 
 
 def to_wire(value: object) -> Value:
@@ -51,11 +54,11 @@ def to_wire(value: object) -> Value:
     """
     kind = type(value)
     if kind in _AS_THEY_ARE:
-        return value
+        return value  # type: ignore[return-value]
     if kind is str:
-        return value if _is_unicode(value) else _special(_SURROGATES, value)  # type: ignore[arg-type]
+        return value if _is_unicode(value) else _special(_SURROGATES, value)  # type: ignore[arg-type,return-value]
     if kind is int and -(2**63) <= value < 2**64:  # type: ignore[operator]
-        return value
+        return value  # type: ignore[return-value]
     known = _by_type.get(kind)
     if known is None:
         if isinstance(value, enum.Enum) and registry.is_registered(kind):
@@ -67,22 +70,20 @@ def to_wire(value: object) -> Value:
     return _special(known, value)
 
 
-def from_wire(value: Value) -> object:
+def from_wire(value: Value | Item) -> object:
     """Turn a decoded wire value back into the value.
 
     Raises:
         BadManifest: a code that is not known, or a payload that does not fit it.
         UnknownType: a type that is not registered, or needs a library that is not installed.
     """
-    if type(value) is not Special:
-        if isinstance(value, (list, dict)):
-            raise BadManifest(f"a bare {type(value).__qualname__} where a value should be")
+    if not isinstance(value, (Special, Nested)):
         return value
     kind = _by_code.get(value.code)
     if kind is None:
         raise BadManifest(f"a value of unknown code {value.code}")
     try:
-        return kind.from_wire(unpack(value.data))
+        return kind.from_wire(unpack(payload_of(value), _decoders[kind.code]))
     except (
         TypeError,
         ValueError,
@@ -97,22 +98,23 @@ def from_wire(value: Value) -> object:
         raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {said}") from None
 
 
-def distinct(keys: Sequence[object]) -> Sequence[object]:
+def distinct(keys: Iterable[object]) -> Collection[Any]:
     """Give the keys of a mapping or the members of a set back, once it is known that they can be.
 
-    Wire values that differ may be equal once decoded. And a peer can choose ints and tuples that all have
-    one hash: a hundred thousand of them take minutes to enter, and nothing else runs meanwhile.
+    Wire values that differ may be equal once decoded. And a peer can choose those that crowd. A set is to be
+    made of what this gives, for then it is made at its full size at once.
 
     Raises:
-        ValueError: two of them are equal, or too many have the same hash.
+        ValueError: two of them are equal, or they would take too long to enter.
         TypeError: one can't be hashed.
     """
-    crowds = Counter(map(hash, keys))
-    if crowds and max(crowds.values()) > _MOST_OF_ONE_HASH:
+    found = list(keys)
+    if are_crowded(found):
         raise ValueError("keys that were chosen to collide")
-    if len(set(keys)) != len(keys):
+    entered = dict.fromkeys(found)
+    if len(entered) != len(found):
         raise ValueError("the same key twice")
-    return keys
+    return entered
 
 
 def can_travel(value: object) -> bool:
@@ -150,34 +152,34 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _wire_list(values: Any) -> Value:
+def _wire_list(values: Any) -> object:
     return [to_wire(value) for value in values]
 
 
-def _unwire_list(values: Value) -> list[object]:
-    return [from_wire(value) for value in _only(list, values)]
+def _unwire_list(values: _Items) -> list[Any]:
+    return [from_wire(value) for value in values]
 
 
-def _unwire_members(values: Value) -> Sequence[object]:
-    return distinct(_unwire_list(values))
+def _unwire_members(values: _Items) -> Collection[Any]:
+    return distinct(map(from_wire, values))
 
 
-def _sorted_wire(values: Any) -> Value:
+def _sorted_wire(values: Any) -> object:
     # Equal sets must be equal Specials, for they may be keys; iteration order is not part of a set.
     return sorted((to_wire(value) for value in values), key=pack)
 
 
-def _wire_pairs(mapping: Any) -> Value:
+def _wire_pairs(mapping: Any) -> object:
     return [[to_wire(key), to_wire(value)] for key, value in mapping.items()]
 
 
-def _unwire_pairs(pairs: Value) -> list[tuple[Any, object]]:
-    found = [(from_wire(key), from_wire(value)) for key, value in _only(list, pairs)]
-    distinct([key for key, _ in found])
+def _unwire_pairs(pairs: _Pairs) -> list[tuple[Any, object]]:
+    found = [(from_wire(key), from_wire(value)) for key, value in pairs]
+    distinct(key for key, _ in found)
     return found
 
 
-def _unwire_ordered(wire: Value) -> OrderedDict[object, object]:
+def _unwire_ordered(wire: tuple[_Pairs, _Pairs]) -> OrderedDict[object, object]:
     pairs, attributes = wire
     built = OrderedDict(_unwire_pairs(pairs))
     set_attributes(built, dict(_unwire_pairs(attributes)))
@@ -204,58 +206,68 @@ def _int_to_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
-def _enum_to_wire(member: enum.Enum) -> Value:
+def _enum_to_wire(member: enum.Enum) -> object:
     name = registry.name_of(type(member))
     # A combination of flags has no name of its own to be looked up by.
     return [name, to_wire(member.value) if isinstance(member, enum.Flag) else member.name]
 
 
-def _enum_from_wire(wire: Value) -> object:
+def _enum_from_wire(wire: tuple[str, Item]) -> object:
     name, member = wire
     cls = registry.look_up(name)
     if not issubclass(cls, enum.Enum):
         raise ValueError(f"{name} is not an enum")
-    return cls(_only(int, from_wire(member))) if issubclass(cls, enum.Flag) else cls[member]
+    return cls(_only(int, from_wire(member))) if issubclass(cls, enum.Flag) else cls[_only(str, member)]
 
 
-def _named(kind: type) -> Callable[[Value], object]:
+def _named(kind: type) -> Callable[[str], object]:
     return lambda name: _TORCH_NAMED[kind][name]
 
 
 _SURROGATES = ValueKind(
     1,
     str,
+    bytes,
     lambda text: text.encode("utf-8", "surrogatepass"),
     lambda data: data.decode("utf-8", "surrogatepass"),
 )
-_ENUM = ValueKind(40, enum.Enum, _enum_to_wire, _enum_from_wire)
-_NUMPY_SCALAR = ValueKind(41, numpy_bridge.Scalar, numpy_bridge.scalar_to_wire, numpy_bridge.scalar_from_wire)
+_ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
+_NUMPY_SCALAR = ValueKind(
+    41,
+    numpy_bridge.Scalar,
+    numpy_bridge.ScalarForm,
+    numpy_bridge.scalar_to_wire,
+    numpy_bridge.scalar_from_wire,
+)
 
 _KINDS = (
-    ValueKind(2, int, _int_to_bytes, lambda data: int.from_bytes(_only(bytes, data), "little", signed=True)),
-    ValueKind(3, complex, lambda z: struct.pack("<dd", z.real, z.imag),
+    ValueKind(2, int, bytes, _int_to_bytes, lambda data: int.from_bytes(data, "little", signed=True)),
+    ValueKind(3, complex, bytes, lambda z: struct.pack("<dd", z.real, z.imag),
               lambda data: complex(*struct.unpack("<dd", data))),
-    # Only of bytes, because bytearray makes of a number so many zeros.
-    ValueKind(4, bytearray, bytes, lambda data: bytearray(_only(bytes, data))),
-    ValueKind(5, range, lambda r: _wire_list((r.start, r.stop, r.step)),
-              lambda wire: range(*_unwire_list(wire))),  # type: ignore[call-overload]
-    ValueKind(6, slice, lambda s: _wire_list((s.start, s.stop, s.step)),
+    ValueKind(4, bytearray, bytes, bytes, bytearray),
+    ValueKind(5, range, _Items, lambda r: _wire_list((r.start, r.stop, r.step)),
+              lambda wire: range(*_unwire_list(wire))),
+    ValueKind(6, slice, _Items, lambda s: _wire_list((s.start, s.stop, s.step)),
               lambda wire: slice(*_unwire_list(wire))),
-    ValueKind(7, type(Ellipsis), lambda _: None, lambda _: Ellipsis),
+    ValueKind(7, type(Ellipsis), None, lambda _: None, lambda _: Ellipsis),
+    # Not as they are, for in MessagePack's types a field can't be both a text and bytes.
+    ValueKind(8, bytes, bytes, bytes, bytes),
     # Containers, for where there is no tree: inside keys, sets, and a state dict's _metadata.
-    ValueKind(16, tuple, _wire_list, lambda wire: tuple(_unwire_list(wire))),
-    ValueKind(17, list, _wire_list, _unwire_list),
-    ValueKind(18, dict, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
-    ValueKind(19, OrderedDict, lambda d: [_wire_pairs(d), _wire_pairs(vars(d))], _unwire_ordered),
-    ValueKind(20, set, _sorted_wire, lambda wire: set(_unwire_members(wire))),
-    ValueKind(21, frozenset, _sorted_wire, lambda wire: frozenset(_unwire_members(wire))),
-    ValueKind(32, torch.Size, list, lambda wire: torch.Size(_only(list, wire))),
-    ValueKind(33, torch.dtype, str, _named(torch.dtype)),
-    ValueKind(34, torch.layout, str, _named(torch.layout)),
-    ValueKind(35, torch.memory_format, str, _named(torch.memory_format)),
-    ValueKind(36, torch.qscheme, str, _named(torch.qscheme)),
-    ValueKind(37, torch.device, str, lambda name: torch.device(_only(str, name))),
+    ValueKind(16, tuple, _Items, _wire_list, lambda wire: tuple(_unwire_list(wire))),
+    ValueKind(17, list, _Items, _wire_list, _unwire_list),
+    ValueKind(18, dict, _Pairs, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
+    ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs], lambda d: [_wire_pairs(d), _wire_pairs(vars(d))],
+              _unwire_ordered),
+    ValueKind(20, set, _Items, _sorted_wire, lambda wire: set(_unwire_members(wire))),
+    ValueKind(21, frozenset, _Items, _sorted_wire, lambda wire: frozenset(_unwire_members(wire))),
+    ValueKind(32, torch.Size, tuple[int, ...], list, torch.Size),
+    ValueKind(33, torch.dtype, str, str, _named(torch.dtype)),
+    ValueKind(34, torch.layout, str, str, _named(torch.layout)),
+    ValueKind(35, torch.memory_format, str, str, _named(torch.memory_format)),
+    ValueKind(36, torch.qscheme, str, str, _named(torch.qscheme)),
+    ValueKind(37, torch.device, str, str, torch.device),
 )  # fmt: skip
 
 _by_type = {kind.type: kind for kind in _KINDS}
 _by_code = {kind.code: kind for kind in (*_KINDS, _SURROGATES, _ENUM, _NUMPY_SCALAR)}
+_decoders = {kind.code: Decoder(kind.payload) for kind in _by_code.values()}

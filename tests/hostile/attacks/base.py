@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.msgpack import Encoder, Ext
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.codec import MAGIC, VERSION, Envelope, encode
+from torchferry.core.codec import MAGIC, VERSION, Envelope, encode, pack
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.errors import BadManifest, FerryError
 
@@ -68,17 +67,14 @@ def framed(body: bytes) -> bytes:
     return struct.pack("<4sBQ", MAGIC, VERSION, xxh3_64_intdigest(body)) + body
 
 
-_encoder = Encoder(enc_hook=lambda special: Ext(special.code, special.data))
-
-
 def raw(envelope: object) -> bytes:
     """Frame what is in no way an Envelope, as MessagePack."""
-    return framed(_encoder.encode(envelope))
+    return framed(pack(envelope))
 
 
 def one_value(traits: object, kind: str = "value") -> Manifest:
     """A state that is one value."""
-    return Manifest(-1, (Branch("list", (0,)),), (Leaf(kind, traits=traits),), (), ())
+    return Manifest(-1, (Branch("list", (0,)),), (Leaf(kind, traits=traits),), (), ())  # type: ignore[arg-type]
 
 
 def value(special: Special | object) -> bytes:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.hostile.attacks.base import attack, attacks, frame_of, spec
 from torchferry.core.codec import pack
-from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.errors import BadManifest
 
 LONG = {"dtype": "int64", "itemsize": 8}
@@ -35,7 +35,7 @@ SHARDED = (
         "memory_format": PRESERVE,
     },
 )
-NDARRAY = ({"dtype": "<i4", "backwards": []}, {"writeable": True})
+NDARRAY = ({"dtype": "<i4", "backwards": []}, True)
 
 CSR_PARTS = (
     spec((3,), **LONG),  # type: ignore[arg-type]
@@ -51,8 +51,13 @@ def leaf(kind: str, form: tuple[Any, Any], *specs: TensorSpec, storages: tuple[i
         last = sum((n - 1) * step for n, step in zip(each.shape, each.stride, strict=True))
         end = each.offset + (last + 1) * each.itemsize if 0 not in each.shape else 0
         ends[each.storage] = max(ends[each.storage], end)
-    one = Leaf(kind, tuple(range(len(specs))), *form)
+    one = Leaf(kind, tuple(range(len(specs))), *map(packed, form))
     return frame_of(Manifest(-1, (Branch("list", (0,)),), (one,), specs, storages or tuple(ends)))
+
+
+def packed(form: Any) -> Any:
+    """What is more than a scalar is packed, as a kind's form is."""
+    return Special(FORM, pack(form)) if isinstance(form, (dict, list)) else form
 
 
 def fixed(form: tuple[Any, Any], **changes: object) -> tuple[Any, Any]:
@@ -91,7 +96,7 @@ def _spoilt() -> dict[str, Any]:
                     continue
                 spoilt = (wrong, form[1]) if place == 0 else (form[0], wrong)
                 found[f"{kind}_whose_{whole}_is_{name}"] = _later(kind, spoilt, specs)
-            for key in part or ():
+            for key in part if isinstance(part, dict) else ():
                 missing = {k: v for k, v in part.items() if k != key}
                 spoilt = (missing, form[1]) if place == 0 else (form[0], missing)
                 found[f"{kind}_without_{key}"] = _later(kind, spoilt, specs)

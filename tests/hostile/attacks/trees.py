@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from tests.hostile.attacks.base import attack, attacks, container, frame_of, framed, raw
 from torchferry.core.codec import pack
-from torchferry.core.manifest import Branch, Leaf, Manifest, Special
+from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
 
@@ -56,7 +58,7 @@ def is_a_chain_of_a_hundred_thousand() -> bytes:
     return frame_of(Manifest(-1, chain, ONE, (), ()))
 
 
-def deep(bottom: Branch, key: object = 0) -> Manifest:
+def deep(bottom: Branch, key: str | int = 0) -> Manifest:
     """A chain of the greatest depth that ends in a branch of many."""
     depth = MAX_DEPTH - 1
     chain = tuple(Branch("dict", (~(n + 1),), (key,)) for n in range(depth))
@@ -84,7 +86,7 @@ def puts_a_leaf_of_many_parts_in_many_places() -> bytes:
         Manifest(
             -1,
             (Branch("list", (0,) * 100_000),),
-            (Leaf("sharded", (0,) * 100_000, {"size": [], "shards": []}, None),),
+            (Leaf("sharded", (0,) * 100_000),),
             (spec(),),
             (16,),
         )
@@ -126,7 +128,9 @@ attacks(
             Branch("dict", (0, 0), (Special(21, pack([1, 2])), Special(21, pack([2, 1]))))
         ),
         "has_a_list_as_key": lambda: container(Branch("dict", (0,), (Special(17, pack([])),))),
-        "has_a_bare_list_as_key": lambda: container(Branch("dict", (0,), ([1],))),
+        "has_a_bare_list_as_key": lambda: container(
+            Branch("dict", (0,), ([1],))  # type: ignore[arg-type]
+        ),
         "has_more_keys_than_children": lambda: container(Branch("dict", (0,), ("a", "b"))),
         "is_a_dict_without_keys": lambda: container(Branch("dict", (0, 0))),
         "is_a_list_with_keys": lambda: container(Branch("list", (0,), ("a",))),
@@ -134,7 +138,9 @@ attacks(
         "is_a_deque_for_too_many": lambda: container(Branch("deque", (0,), None, 2**64 - 1)),
         "is_a_deque_for_true": lambda: container(Branch("deque", (0,), None, True)),
         "is_a_defaultdict_of_eval": lambda: container(Branch("defaultdict", (0,), ("a",), "eval")),
-        "is_a_defaultdict_of_a_list": lambda: container(Branch("defaultdict", (0,), ("a",), ["list"])),
+        "is_a_defaultdict_of_a_list": lambda: container(
+            Branch("defaultdict", (0,), ("a",), ["list"])  # type: ignore[arg-type]
+        ),
         "has_attributes_that_are_no_dict": lambda: container(Branch("odict", (0,), ("a",), "x")),
         "has_attributes_without_names": lambda: container(
             Branch("odict", (0,), ("a",), Special(18, pack([[1, 2]])))
@@ -159,7 +165,7 @@ def has_keys_that_collide() -> bytes:
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
-def colliding_tuples(count: int) -> list[Special]:
+def colliding_pairs(count: int) -> list[tuple[int, int]]:
     """Tuples of two ints with one hash: Python's hash of a tuple can be solved for its second item."""
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = 2**64 - 1
@@ -172,12 +178,12 @@ def colliding_tuples(count: int) -> list[Special]:
     wanted = lane(lane(p5, 1), 1)
     before = wanted * pow(p1, -1, 2**64) & mask
     before = ((before >> 31) | (before << 33)) & mask
-    found: list[Special] = []
+    found: list[tuple[int, int]] = []
     first = 1
     while len(found) < count:
         second = (before - lane(p5, first)) * inverse & mask
         if second < PRIME:
-            found.append(Special(16, pack([first, second])))
+            found.append((first, second))
         first += 1
     return found
 
@@ -187,7 +193,88 @@ def has_a_set_of_tuples_that_collide() -> bytes:
     """The same with tuples, in a set inside a value."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(20, pack(colliding_tuples(50_000))))
+    return value(Special(20, pack([Special(16, pack(pair)) for pair in colliding_pairs(50_000)])))
+
+
+@attack()
+def has_strides_that_collide() -> bytes:
+    """Tensors of one item, all of other strides and those of one hash: figures are kept in a table."""
+    from tests.hostile.attacks.base import spec, tensors
+
+    return tensors(*(spec((1, 1), pair, storage=0) for pair in colliding_pairs(50_000)), storages=(4,))
+
+
+@cache
+def crowding_keys(bits: int) -> tuple[int, ...]:
+    """Numbers of all different hashes that still get in each other's way in a dict.
+
+    Where a place is taken, Python goes on to five times it and one more, and to the number's higher bits. So
+    take a third of such a way, and then numbers that come upon it with every step until those bits are spent.
+    """
+    mask, way = (1 << bits) - 1, [1]
+    while len(way) < mask // 3:
+        way.append((5 * way[-1] + 1) & mask)
+    # Not a dict or set of them, for it is these that take so long to look up in one.
+    on_way = bytearray(mask + 1)
+    for at in way:
+        on_way[at] = 1
+    late: list[int] = []
+    number = mask
+    while len(late) < mask // 3:
+        number += 1
+        rest, at = number, number & mask
+        while on_way[at] and rest:
+            rest >>= 5
+            at = (5 * at + rest + 1) & mask
+        if on_way[at]:
+            late.append(number)
+    return (*way, *late)
+
+
+@attack()
+def has_keys_that_crowd() -> bytes:
+    """No two of one hash, in half a megabyte: many seconds for each dict that is made of them."""
+    keys = crowding_keys(17)
+    return container(Branch("dict", (0,) * len(keys), keys))
+
+
+@attack()
+def has_keys_that_crowd_and_lie_close() -> bytes:
+    """The same, and then all the numbers between them: in the end they lie without a gap."""
+    first = crowding_keys(16)
+    keys = tuple(dict.fromkeys((*first, *range(max(first)))))
+    return container(Branch("dict", (0,) * len(keys), keys))
+
+
+@attack()
+def has_keys_that_crowd_behind_texts() -> bytes:
+    """A dict that begins with texts has a table of another size."""
+    texts = tuple(f"{number}" for number in range(3_000))
+    keys: tuple[str | int, ...] = (*texts, *crowding_keys(17))
+    return container(Branch("dict", (0,) * len(keys), keys))
+
+
+@attack()
+def has_numbers_that_crowd_once_decoded() -> bytes:
+    """In the encoding that is meant for large ones, where only their bytes are compared at first."""
+    keys = tuple(big(number) for number in crowding_keys(17))
+    return container(Branch("dict", (0,) * len(keys), keys))
+
+
+@attack()
+def has_a_set_that_crowds() -> bytes:
+    """The same in a set inside a value."""
+    from tests.hostile.attacks.base import value
+
+    return value(Special(20, pack(crowding_keys(17))))
+
+
+@attack()
+def has_floats_that_crowd() -> bytes:
+    """A float without fraction has the hash of its int."""
+    from tests.hostile.attacks.base import value
+
+    return value(Special(18, pack([[float(number), None] for number in crowding_keys(17)])))
 
 
 @attack(BadManifest)
@@ -202,3 +289,53 @@ def has_very_many_leaves() -> bytes:
     """Honest in form: a hundred thousand leaves, in time and memory that its size accounts for."""
     count = 100_000
     return frame_of(Manifest(-1, (Branch("list", tuple(range(count))),), ONE * count, (), ()))
+
+
+MANY = 8_000_000
+
+HEAD = b"\x92\x95\xff"
+"""An envelope of two fields, its manifest, and the root: the first branch."""
+
+
+def many(item: bytes, count: int = MANY) -> bytes:
+    """An array of the same many times."""
+    return b"\xdd" + count.to_bytes(4, "big") + item * count
+
+
+def with_keys(keys: bytes) -> bytes:
+    """A frame with one dict, and these for its keys."""
+    return framed(HEAD + b"\x91\x94\xa4dict\x91\x00" + keys + b"\xc0\x91\x91\xa5value\x90\x90\x10")
+
+
+def with_extra(extra: bytes) -> bytes:
+    """A frame with one list, and this beside its items."""
+    return framed(HEAD + b"\x91\x94\xa4list\x91\x00\xc0" + extra + b"\x91\x91\xa5value\x90\x90\x10")
+
+
+def with_leaf(fixed: bytes, traits: bytes, kind: bytes = b"\xa5value") -> bytes:
+    """A frame with one leaf, and these for its form and traits."""
+    return framed(
+        HEAD + b"\x91\x92\xa4list\x91\x00\x91\x94" + kind + b"\x90" + fixed + traits + b"\x90\x90\x10"
+    )
+
+
+attacks(
+    "trees",
+    {
+        "has_empty_lists_for_keys": lambda: with_keys(many(b"\x90")),
+        "has_empty_maps_for_keys": lambda: with_keys(many(b"\x80")),
+        "has_empty_lists_beside_its_items": lambda: with_extra(many(b"\x90")),
+        "has_empty_maps_for_a_form": lambda: with_leaf(many(b"\x80"), b"\xc0"),
+        "has_empty_lists_for_a_value": lambda: with_leaf(b"\xc0", many(b"\x90")),
+        "has_empty_lists_inside_a_value": lambda: frame_of(
+            Manifest(0, (), (Leaf("value", traits=Special(16, many(b"\x90"))),), (), ())
+        ),
+        "has_empty_pairs_inside_a_value": lambda: frame_of(
+            Manifest(0, (), (Leaf("value", traits=Special(18, many(b"\x90"))),), (), ())
+        ),
+        "has_empty_lists_inside_a_form": lambda: with_leaf(
+            pack(Special(FORM, b"\x81\xaaplacements" + many(b"\x90"))), b"\xc0", b"\xa7dtensor"
+        ),
+        "has_leaves_without_a_kind": lambda: framed(HEAD + b"\x90" + many(b"\x91\xa0") + b"\x90\x90\x10"),
+    },
+)

@@ -178,7 +178,7 @@ def is_pickled() -> bytes:
     from tests.hostile.attacks.base import frame_of, one_value
     from tests.hostile.attacks.pickles import CALL
 
-    return frame_of(one_value(CALL, kind="pickled"))
+    return frame_of(one_value(Special(8, pack(CALL)), kind="pickled"))
 
 
 @attack(PeerError)
@@ -203,10 +203,16 @@ def names_a_type_that_can_be_imported() -> bytes:
     return container(Branch("dataclass", (0,), ("args",), "subprocess.Popen"))
 
 
-@attack(UnknownType)
+@attack()
 def names_a_type_by_a_list() -> bytes:
     """What can't be a key of any registry."""
-    return container(Branch("namedtuple", (0,), ("x",), [1]))
+    return container(Branch("namedtuple", (0,), ("x",), [1]))  # type: ignore[arg-type]
+
+
+@attack(UnknownType)
+def names_a_type_by_a_tuple() -> bytes:
+    """What could be a key, and is no name."""
+    return container(Branch("namedtuple", (0,), ("x",), Special(16, pack([1]))))
 
 
 @attack(UnknownType)

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.msgpack import Decoder
 
-from torchferry.core.codec import MAGIC, VERSION, Envelope, decode, encode, is_frame, pack, unpack
-from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.core.codec import (
+    MAGIC,
+    VERSION,
+    Envelope,
+    check,
+    decode,
+    encode,
+    is_frame,
+    pack,
+    payload_of,
+    show_form,
+    unpack,
+)
+from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
 
@@ -29,9 +42,23 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert decode(encode(envelope)) == envelope
 
 
-def test_a_special_is_an_extension_and_stays_packed() -> None:
-    value = [Special(40, pack(["x", Special(2, b"\x05")])), {"k": Special(3, b"")}]
-    assert unpack(pack(value)) == value
+def test_a_special_stays_packed_and_one_inside_it_stays_where_it_is() -> None:
+    outer = Special(40, pack(["x", Special(2, b"\x05")]))
+    assert payload_of(unpack(pack(outer), Decoder(Special))) == outer.data
+    name, inner = unpack(outer.data, Decoder(tuple[str, Nested]))
+    assert (name, inner.code, bytes(payload_of(inner))) == ("x", 2, b"\x05")
+
+
+def test_what_is_inside_a_special_must_be_a_payload() -> None:
+    (inner,) = unpack(pack([[2, "text"]]), Decoder(tuple[Nested]))
+    with pytest.raises(BadManifest, match="bytes"):
+        payload_of(inner)
+
+
+def test_a_form_is_shown_as_what_it_says_unless_it_is_long() -> None:
+    assert show_form(Special(FORM, pack({"size": [2, 3]}))) == "{'size': [2, 3]}"
+    assert show_form(None) == "None"
+    assert len(show_form(Special(FORM, pack([[]] * 10_000)))) < 400
 
 
 def test_a_frame_is_known_by_its_first_bytes() -> None:
@@ -93,12 +120,17 @@ def tensor(**fields: object) -> Manifest:
         (change(STATE, branches=(Branch("list", (-2, -2)), Branch("list", (0, 1)))), "can't be its child"),
         (change(STATE, branches=(Branch("dict", (0, 1), ("a", "a")),)), "same key twice"),
         (change(STATE, branches=(Branch("dict", (0, 1), ("a",)),)), "1 keys for 2"),
-        (change(STATE, branches=(Branch("dict", (0, 1), ("a", ["b"])),)), "can't be one"),
+        (change(STATE, branches=(Branch("dict", (0, 1), ("a", ["b"])),)), "decoded"),  # type: ignore[arg-type]
     ],
 )
 def test_a_number_that_points_nowhere_is_refused(manifest: Manifest, complaint: str) -> None:
     with pytest.raises(BadManifest, match=complaint):
         decode(frame_of(manifest))
+
+
+def test_a_key_that_can_t_be_one_is_refused_where_nothing_was_decoded() -> None:
+    with pytest.raises(BadManifest, match="can't be one"):
+        check(change(STATE, branches=(Branch("dict", (0, 1), ("a", b"b")),)))  # type: ignore[arg-type]
 
 
 def test_a_tree_that_is_too_deep_is_refused() -> None:
@@ -112,7 +144,7 @@ def test_msgpack_that_nests_without_end_is_refused() -> None:
     with pytest.raises(BadManifest):
         decode(MAGIC + bytes([VERSION]) + b"\x91" * 1_000_000)
     with pytest.raises(BadManifest):
-        unpack(b"\x91" * 1_000_000)
+        unpack(b"\x91" * 1_000_000, Decoder(object))
 
 
 def test_a_chunk_of_no_size_is_refused() -> None:

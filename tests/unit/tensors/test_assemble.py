@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchferry.core.codec import Envelope, encode
-from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
+from torchferry.core.codec import Envelope, encode, pack
+from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import make_plan
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.engine import Pull, pull
@@ -38,18 +38,26 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
         assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
 
 
+def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object = None) -> Leaf:
+    """Describe a leaf; what is more than a scalar is packed."""
+    forms = [Special(FORM, pack(form)) if isinstance(form, dict) else form for form in (fixed, traits)]
+    return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
+
+
+SPREAD = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2]}
+TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
 SOUND = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
     "dtensor": (
-        Leaf(
+        leaf(
             "dtensor",
             (0,),
-            {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2]},
-            {"grad": 0, "stride": [2, 1], "mesh": MESH},
+            SPREAD,
+            TRAITS,
         ),
         WORDS,
     ),
-    "ndarray": (Leaf("ndarray", (0,), {"dtype": "<i8", "backwards": [0]}, {"writeable": True}), BYTES),
+    "ndarray": (leaf("ndarray", (0,), {"dtype": "<i8", "backwards": [0]}, True), BYTES),
 }
 
 
@@ -62,46 +70,40 @@ SPARSE_FORM = {"layout": "torch.sparse_coo", "size": [2, 2]}
 MALFORMED = {
     "a tensor of no parts": Leaf("tensor", ()),
     "a tensor of two parts": Leaf("tensor", (0, 0)),
-    "a tensor with a form": Leaf("tensor", (0,), [1]),
+    "a tensor with a form": leaf("tensor", (0,), {"x": 1}),
     "a tensor with odd traits": Leaf("tensor", (0,), None, "grad"),
-    "a sparse of one part": Leaf("sparse", (0,), SPARSE_FORM, {"grad": 0, "coalesced": True}),
-    "a sparse without traits": Leaf("sparse", (0, 0), SPARSE_FORM),
-    "a sparse without size": Leaf("sparse", (0, 0), {"layout": "x"}, {"grad": 0, "coalesced": True}),
-    "a sparse of a size that fits nothing": Leaf(
+    "a sparse of one part": leaf("sparse", (0,), SPARSE_FORM, {"grad": 0, "coalesced": True}),
+    "a sparse without traits": leaf("sparse", (0, 0), SPARSE_FORM),
+    "a sparse without size": leaf("sparse", (0, 0), {"layout": "x"}, {"grad": 0, "coalesced": True}),
+    "a sparse of a size that fits nothing": leaf(
         "sparse", (0, 0), {"layout": "torch.sparse_coo", "size": [2]}, {"grad": 0, "coalesced": True}
     ),
-    "a sparse of a layout that is not known": Leaf(
+    "a sparse of a layout that is not known": leaf(
         "compressed", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
     ),
-    "a dtensor without mesh": Leaf(
-        "dtensor", (0,), SOUND["dtensor"][0].fixed, {"grad": 0, "stride": [2, 1], "mesh": None}
-    ),
-    "a dtensor on a mesh that can't be": Leaf(
+    "a dtensor without mesh": leaf("dtensor", (0,), SPREAD, {"grad": 0, "stride": [2, 1], "mesh": None}),
+    "a dtensor on a mesh that can't be": leaf(
         "dtensor",
         (0,),
-        SOUND["dtensor"][0].fixed,
+        SPREAD,
         {"grad": 0, "stride": [2, 1], "mesh": {**MESH, "sizes": [[7], [3]]}},
     ),
-    "a dtensor of a placement that is not known": Leaf(
+    "a dtensor of a placement that is not known": leaf(
         "dtensor",
         (0,),
         {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2]},
-        SOUND["dtensor"][0].traits,
+        TRAITS,
     ),
-    "a sharded of more shards than parts": Leaf(
+    "a sharded of more shards than parts": leaf(
         "sharded",
         (0,),
         {"size": [4, 2], "shards": []},
         {"all": [], "dtype": Special(33, b""), "requires_grad": False, "memory_format": None},
     ),
-    "an ndarray of a dtype that is none": Leaf(
-        "ndarray", (0,), {"dtype": "<q9", "backwards": []}, {"writeable": True}
-    ),
-    "an ndarray of objects": Leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, {"writeable": True}),
-    "an ndarray of another item size": Leaf(
-        "ndarray", (0,), {"dtype": "<i4", "backwards": []}, {"writeable": True}
-    ),
-    "an ndarray without traits": Leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
+    "an ndarray of a dtype that is none": leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
+    "an ndarray of objects": leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, True),
+    "an ndarray of another item size": leaf("ndarray", (0,), {"dtype": "<i4", "backwards": []}, True),
+    "an ndarray without traits": leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
     "a value that is a piece of code": Leaf("value", traits=Special(99, b"\xc0")),
     "a value cut short": Leaf("value", traits=Special(3, b"\xc4\x01a")),
 }
@@ -122,7 +124,7 @@ def test_in_place_a_malformed_leaf_is_refused_before_anything_is_written() -> No
     form = {"layout": "torch.sparse_coo", "size": [2, 2]}
     values = TensorSpec("int64", 8, (2,), (1,), 0, 32)
     with pytest.raises(BadManifest, match=r"^model\.odd: a malformed sparse"):
-        receive(Leaf("sparse", (0, 1), form, {"grad": 0}), WORDS, values, into=local)
+        receive(leaf("sparse", (0, 1), form, {"grad": 0}), WORDS, values, into=local)
     assert torch.equal(local.to_dense(), before)
 
 

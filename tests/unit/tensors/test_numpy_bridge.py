@@ -110,7 +110,7 @@ def incoming(leaf, *tensors):
 
 
 incoming(
-    Leaf("ndarray", (0,), {"dtype": "<f8", "backwards": []}, {"writeable": True}),
+    Leaf("ndarray", (0,), Special(0, pack({"dtype": "<f8", "backwards": []})), True),
     TensorSpec("uint8", 1, (2, 8), (8, 1), 0, 0),
 )
 incoming(Leaf("value", traits=Special(41, pack(["<f8", b"12345678"]))))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
+from msgspec import Struct
+from msgspec.msgpack import Decoder
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchferry.core.manifest import Leaf, TensorSpec
-from torchferry.core.showing import MOST_CHARACTERS
+from torchferry.core.codec import pack
+from torchferry.core.manifest import FORM, Leaf, Special, TensorSpec, Value
+from torchferry.core.showing import MOST_CHARACTERS, show
 from torchferry.errors import BadManifest, FerryError
 
 Part = Callable[[torch.Tensor], int]
@@ -24,6 +28,36 @@ class Site:
 
     mesh: DeviceMesh | None = None
     unpickle: Callable[[bytes], object] | None = None
+
+
+S = TypeVar("S", bound=Struct)
+
+
+class Form(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a Leaf has as `fixed` or `traits`, if it is more than a scalar: a record of its kind's own."""
+
+
+def packed(form: Form) -> Special:
+    """Give a form as a Leaf has it. Equal forms are equal so, too."""
+    return Special(FORM, pack(form))
+
+
+def read(form: type[S], value: Value) -> S:
+    """Read a form of a Leaf.
+
+    Raises:
+        TypeError: it is no form at all.
+        msgspec.DecodeError: it is not this form.
+    """
+    if type(value) is not Special or value.code != FORM:
+        raise TypeError(f"{show(value)} in the place of a form")
+    decoder: Decoder[S] = _decoder(form)
+    return decoder.decode(value.data)
+
+
+@cache
+def _decoder(form: type[Struct]) -> Decoder[Any]:
+    return Decoder(form)
 
 
 def _keep(leaf: Leaf, local: Any) -> Any:
@@ -41,9 +75,10 @@ class Kind(NamedTuple):
     a fresh value out of tensors; `adopt` finishes a local value whose tensors were written in place.
     If `describe` raises, what it has entered is taken back.
 
-    `fixed` and `traits` are the types of what a Leaf of this kind has there, and `parts` is the number of
-    its tensors, None if that varies: what a peer sends is held to them before anything else is done. `check`
-    then raises whatever it likes, if the numbers in it can't be, or would take for ever to rebuild.
+    `fixed` and `traits` are the types of what a Leaf of this kind has there, a Form or a scalar, and `parts`
+    is the number of its tensors, None if that varies: what a peer sends is held to them before anything else
+    is done. `check` then raises whatever it likes, if the numbers in it can't be, or would take for ever to
+    rebuild.
     """
 
     name: str
@@ -65,10 +100,17 @@ def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     if kind.parts is not None and len(leaf.parts) != kind.parts:
         raise BadManifest(f"a {kind.name} of {len(leaf.parts)} tensors, not {kind.parts}")
     try:
-        msgspec.convert(leaf.fixed, kind.fixed)
-        msgspec.convert(leaf.traits, kind.traits)
+        _hold_to(kind.fixed, leaf.fixed)
+        _hold_to(kind.traits, leaf.traits)
         kind.check(leaf, specs)
     except FerryError:
         raise
     except Exception as error:
         raise BadManifest(f"a malformed {kind.name}: {str(error)[:MOST_CHARACTERS]}") from None
+
+
+def _hold_to(form: Any, value: Value) -> None:
+    if isinstance(form, type) and issubclass(form, Form):
+        read(form, value)
+    else:
+        msgspec.convert(value, form)

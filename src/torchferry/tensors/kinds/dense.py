@@ -60,11 +60,11 @@ def describe_many(
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
-    return with_grad_traits(parts[0], leaf.traits or 0)
+    return with_grad_traits(parts[0], leaf.traits or 0)  # type: ignore[arg-type]
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    check_grad(leaf.traits or 0, specs[0])
+    check_grad(leaf.traits or 0, specs[0])  # type: ignore[arg-type]
 
 
 DENSE = Kind("tensor", _describe, _rebuild, parts=1, fixed=None, traits=Grad | None, check=_check)

@@ -7,25 +7,26 @@ are entered forwards and turned round again, because a tensor's strides can't be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypeAlias
 
 import torch
+from msgspec import Meta
 
-from torchferry.core.manifest import Count, Leaf, TensorSpec, Value
+from torchferry.core.manifest import Count, Leaf, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge
-from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
 from torchferry.tensors.memory import memory_at, strided
 
-
-class _Fixed(TypedDict):
-    dtype: Value
-    backwards: list[Count]
+Axes: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=numpy_bridge.MAX_DIMS)]
 
 
-class _Traits(TypedDict):
-    writeable: bool
+class Layout(Form, frozen=True):
+    """What arrays have in common whose bytes mean the same."""
+
+    dtype: numpy_bridge.DtypeForm
+    backwards: Axes
 
 
 def _describe(array: Any, part: Part) -> Leaf:
@@ -39,7 +40,7 @@ def _describe(array: Any, part: Part) -> Leaf:
             f"an ndarray of dtype {array.dtype} can't travel: numpy can't write that dtype down. Send "
             ".view() of a plain dtype, such as uint8, and view it back on the other side"
         )
-    backwards = [axis for axis, step in enumerate(array.strides) if step < 0]
+    backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
     forwards = array[_turn(array.ndim, backwards)]
     low, high = numpy_bridge.owner_bounds(array)
     memory = memory_at(low, high - low)
@@ -54,32 +55,34 @@ def _describe(array: Any, part: Part) -> Leaf:
     return Leaf(
         NDARRAY.name,
         (part(data),),
-        {"dtype": numpy_bridge.dtype_to_wire(array.dtype), "backwards": backwards},
-        {"writeable": bool(array.flags.writeable)},
+        packed(Layout(numpy_bridge.dtype_to_wire(array.dtype), backwards)),
+        bool(array.flags.writeable),
     )
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     (data,) = parts
-    dtype = numpy_bridge.dtype_from_wire(leaf.fixed["dtype"])
+    layout = read(Layout, leaf.fixed)
+    dtype = numpy_bridge.dtype_from_wire(layout.dtype)
     array = numpy_bridge.array_over(data, dtype)
-    array = array[_turn(array.ndim, leaf.fixed["backwards"])]
-    array.flags.writeable = leaf.traits["writeable"]
+    array = array[_turn(array.ndim, layout.backwards)]
+    array.flags.writeable = leaf.traits
     return array
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    dtype = numpy_bridge.dtype_from_wire(leaf.fixed["dtype"])
+    layout = read(Layout, leaf.fixed)
+    dtype = numpy_bridge.dtype_from_wire(layout.dtype)
     (spec,) = specs
     if spec.dtype != "uint8" or not spec.shape or spec.shape[-1] != dtype.itemsize or spec.conj or spec.neg:
         raise ValueError(f"these bytes are no array of {str(dtype)[:MOST_CHARACTERS]}")
-    backwards = leaf.fixed["backwards"]
-    if len(spec.shape) > numpy_bridge.MAX_DIMS + 1 or any(axis >= len(spec.shape) - 1 for axis in backwards):
+    axes = len(spec.shape) - 1
+    if axes > numpy_bridge.MAX_DIMS or any(axis >= axes for axis in layout.backwards):
         raise ValueError("axes that it does not have")
 
 
-def _turn(ndim: int, axes: list[int]) -> tuple[slice, ...]:
+def _turn(ndim: int, axes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
 
 
-NDARRAY = Kind("ndarray", _describe, _rebuild, 1, _Fixed, _Traits, check=_check)
+NDARRAY = Kind("ndarray", _describe, _rebuild, 1, Layout, bool, check=_check)

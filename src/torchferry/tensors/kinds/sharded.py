@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from msgspec import Meta
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -21,53 +22,58 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 )
 from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 
-from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec, Value
-from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.core.manifest import MAX_DIMS, Count, Item, Leaf, TensorSpec
+from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
 from torchferry.tensors.memory import DTYPES
 from torchferry.tensors.values import from_wire, to_wire
 
-
-class _Fixed(TypedDict):
-    size: list[Count]
-    shards: list[tuple[list[Count], list[Count]]]
+Dims: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 
 
-class _Traits(TypedDict):
-    all: list[tuple[list[Count], list[Count], str]]
-    dtype: Value
+class Shards(Form, frozen=True):
+    """What ShardedTensors have in common that hold the same part: where each shard begins, and its size."""
+
+    size: Dims
+    shards: tuple[tuple[Dims, Dims], ...]
+
+
+class Whole(Form, frozen=True):
+    """What a fresh one is told of everybody's shards."""
+
+    all: tuple[tuple[Dims, Dims, str], ...]
+    dtype: Item
     requires_grad: bool
-    memory_format: Value
+    memory_format: Item
 
 
 def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
     shards = tensor.local_shards()
     whole = tensor.metadata()
     properties = whole.tensor_properties
-    fixed = {
-        "size": list(whole.size),
-        "shards": [_bounds_to_wire(shard.metadata) for shard in shards],
-    }
-    traits = {
-        "all": [[*_bounds_to_wire(meta), str(meta.placement)] for meta in whole.shards_metadata],
-        "dtype": to_wire(properties.dtype),
-        "requires_grad": properties.requires_grad,
-        "memory_format": to_wire(properties.memory_format),
-    }
-    return Leaf(SHARDED.name, tuple(part(shard.tensor) for shard in shards), fixed, traits)
+    fixed = Shards(tuple(whole.size), tuple(_bounds(shard.metadata) for shard in shards))
+    traits = Whole(
+        tuple((*_bounds(meta), str(meta.placement)) for meta in whole.shards_metadata),
+        to_wire(properties.dtype),  # type: ignore[arg-type]
+        properties.requires_grad,
+        to_wire(properties.memory_format),  # type: ignore[arg-type]
+    )
+    parts = tuple(part(shard.tensor) for shard in shards)
+    return Leaf(SHARDED.name, parts, packed(fixed), packed(traits))
 
 
-def _bounds_to_wire(meta: ShardMetadata) -> Value:
-    return [list(meta.shard_offsets), list(meta.shard_sizes)]
+def _bounds(meta: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(meta.shard_offsets), tuple(meta.shard_sizes)
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    fixed, traits = read(Shards, leaf.fixed), read(Whole, leaf.traits)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = [
-        ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{tensor.device}")
-        for (offsets, sizes), tensor in zip(leaf.fixed["shards"], parts, strict=True)
+        ShardMetadata([*offsets], [*sizes], placement=f"rank:{rank}/{tensor.device}")
+        for (offsets, sizes), tensor in zip(fixed.shards, parts, strict=True)
     ]
-    whole = _whole_metadata(leaf)
-    requires_grad = leaf.traits["requires_grad"]
+    whole = _whole_metadata(fixed, traits)
+    requires_grad = traits.requires_grad
     # Not through an initialiser: ShardedTensor's own insists that this rank already owned these shards, and
     # its base's compares each shard with each other, which of a peer's shards may take for ever.
     built: Any = ShardedTensorBase.__new__(
@@ -92,39 +98,39 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    size, shards = leaf.fixed["size"], leaf.fixed["shards"]
-    dtype, memory_format = from_wire(leaf.traits["dtype"]), from_wire(leaf.traits["memory_format"])
+    fixed, traits = read(Shards, leaf.fixed), read(Whole, leaf.traits)
+    size, shards = fixed.size, fixed.shards
+    dtype, memory_format = from_wire(traits.dtype), from_wire(traits.memory_format)
     if not isinstance(dtype, torch.dtype) or not isinstance(memory_format, torch.memory_format):
         raise TypeError("a dtype or memory format that is none")
-    if leaf.traits["requires_grad"] and not (dtype.is_floating_point or dtype.is_complex):
+    if traits.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"{dtype} has no gradient")
     if any(DTYPES[spec.dtype] is not dtype for spec in specs) or len(shards) != len(specs):
         raise ValueError("shards that are not those of the whole")
-    if len(size) > MAX_DIMS or prod(n for n in size if n) * dtype.itemsize >= 2**63:
+    if prod(n for n in size if n) * dtype.itemsize >= 2**63:
         raise ValueError("more items than can be counted")
-    if not leaf.traits["all"]:
+    if not traits.all:
         raise ValueError("no shards at all")
-    for offsets, sizes, *_ in (*shards, *leaf.traits["all"]):
+    for offsets, sizes in (*shards, *(each[:2] for each in traits.all)):
         if not len(offsets) == len(sizes) == len(size):
             raise ValueError(f"a shard of {len(sizes)} dimensions, not {len(size)}")
         if any(at + n > end for at, n, end in zip(offsets, sizes, size, strict=True)):
             raise ValueError("a shard beyond the end of the whole")
 
 
-def _whole_metadata(leaf: Leaf) -> ShardedTensorMetadata:
-    traits = leaf.traits
-    dtype, memory_format = from_wire(traits["dtype"]), from_wire(traits["memory_format"])
+def _whole_metadata(fixed: Shards, traits: Whole) -> ShardedTensorMetadata:
     return ShardedTensorMetadata(
         shards_metadata=[
-            ShardMetadata(offsets, sizes, placement=placement) for offsets, sizes, placement in traits["all"]
+            ShardMetadata([*offsets], [*sizes], placement=placement)
+            for offsets, sizes, placement in traits.all
         ],
-        size=torch.Size(leaf.fixed["size"]),
+        size=torch.Size(fixed.size),
         tensor_properties=TensorProperties(
-            dtype=dtype,  # type: ignore[arg-type]
-            requires_grad=traits["requires_grad"],
-            memory_format=memory_format,  # type: ignore[arg-type]
+            dtype=from_wire(traits.dtype),  # type: ignore[arg-type]
+            requires_grad=traits.requires_grad,
+            memory_format=from_wire(traits.memory_format),  # type: ignore[arg-type]
         ),
     )
 
 
-SHARDED = Kind("sharded", _describe, _rebuild, None, _Fixed, _Traits, check=_check)
+SHARDED = Kind("sharded", _describe, _rebuild, None, Shards, Whole, check=_check)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
 from torchferry.core.showing import show
-from torchferry.tensors.kinds.base import Kind, Part, Site
+from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
 from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
 
 _COMPRESSED = {
@@ -24,12 +24,16 @@ _MOST_EXPANDED = 1 << 24
 """How many indices may be made out of fewer by expanding."""
 
 
-class _Fixed(TypedDict):
+class Size(Form, frozen=True):
+    """What sparse tensors have in common that have the same place for an item."""
+
     layout: str
-    size: list[Count]
+    size: tuple[Count, ...]
 
 
-class _Traits(TypedDict):
+class Traits(Form, frozen=True):
+    """What a fresh one is given."""
+
     grad: Grad
     coalesced: bool | None
 
@@ -41,24 +45,26 @@ def _describe_coo(tensor: torch.Tensor, part: Part) -> Leaf:
 
 
 def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
+    traits = read(Traits, leaf.traits)
     built = torch.sparse_coo_tensor(
         parts[0],
         parts[1],
-        leaf.fixed["size"],
-        is_coalesced=leaf.traits["coalesced"],
+        read(Size, leaf.fixed).size,
+        is_coalesced=traits.coalesced,
         check_invariants=True,
     )
-    return with_grad_traits(built, leaf.traits["grad"])
+    return with_grad_traits(built, traits.grad)
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    check_grad(leaf.traits["grad"], specs[-1])
-    layout = leaf.fixed["layout"]
+    fixed, traits = read(Size, leaf.fixed), read(Traits, leaf.traits)
+    check_grad(traits.grad, specs[-1])
+    layout = fixed.layout
     if layout != str(torch.sparse_coo) if leaf.kind == COO.name else layout not in _COMPRESSED:
         raise ValueError(f"a layout {show(layout)}")
-    if prod(leaf.fixed["size"]) >= 2**63:
+    if prod(fixed.size) >= 2**63:
         raise ValueError("more items than can be counted")
-    if (leaf.kind == COO.name) != isinstance(leaf.traits["coalesced"], bool):
+    if (leaf.kind == COO.name) != isinstance(traits.coalesced, bool):
         raise ValueError("coalesced or not is a question for COO")
     for indices in specs[:-1]:
         # Of any other dtype torch would make new ones, which are not those that arrived.
@@ -72,11 +78,10 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
 
 def _adopt_coo(leaf: Leaf, local: Any) -> Any:
     # Not on a detached copy: whether it is coalesced is kept beside the data, once for each tensor.
+    coalesced = read(Traits, leaf.traits).coalesced
     with torch.no_grad():
-        local._coalesced_(leaf.traits["coalesced"])
-        torch._validate_sparse_coo_tensor_args(
-            local._indices(), local._values(), local.shape, leaf.traits["coalesced"]
-        )
+        local._coalesced_(coalesced)
+        torch._validate_sparse_coo_tensor_args(local._indices(), local._values(), local.shape, coalesced)
     return local
 
 
@@ -96,12 +101,12 @@ def _adopt_compressed(leaf: Leaf, local: Any) -> Any:
 
 
 def _rebuild_compressed(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
-    layout = _COMPRESSED[leaf.fixed["layout"]]
+    fixed = read(Size, leaf.fixed)
     compressed, plain, values = parts
     built = torch.sparse_compressed_tensor(
-        compressed, plain, values, leaf.fixed["size"], layout=layout, check_invariants=True
+        compressed, plain, values, fixed.size, layout=_COMPRESSED[fixed.layout], check_invariants=True
     )
-    return with_grad_traits(built, leaf.traits["grad"])
+    return with_grad_traits(built, read(Traits, leaf.traits).grad)
 
 
 def _leaf(
@@ -114,12 +119,12 @@ def _leaf(
     return Leaf(
         kind.name,
         tuple(part(member) for member in members),
-        {"layout": str(tensor.layout), "size": list(tensor.shape)},
-        {"grad": grad_traits(tensor), "coalesced": coalesced},
+        packed(Size(str(tensor.layout), tuple(tensor.shape))),
+        packed(Traits(grad_traits(tensor), coalesced)),
     )
 
 
-COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, _Fixed, _Traits, _adopt_coo, _check)
+COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, Size, Traits, _adopt_coo, _check)
 COMPRESSED = Kind(
-    "compressed", _describe_compressed, _rebuild_compressed, 3, _Fixed, _Traits, _adopt_compressed, _check
+    "compressed", _describe_compressed, _rebuild_compressed, 3, Size, Traits, _adopt_compressed, _check
 )
