@@ -6,6 +6,7 @@ the same order; so nothing about the plan is sent but those two numbers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,12 +34,8 @@ WINDOW_BYTES = 32 << 20
 """How much may be staged at once: enough to keep the link busy while the oldest is waited for."""
 
 IN_PLACE_WINDOW_BYTES = 1 << 30
-"""How much may be asked for at once where it belongs, which takes no memory: the more the link knows of
-beforehand, the less it waits."""
-
-SEND_WINDOW_BYTES = 16 << 20
-"""How much may be offered at once: two chunks, so that each is sent while it is still in the cache that it
-was hashed in. More has left it by then, less leaves the link idle."""
+"""How much may be under way at once from and to where it belongs, which takes no memory: the more the link
+knows of beforehand, the less it waits."""
 
 PACK_BYTES = 128 << 10
 """Smaller extents are packed: a message of its own costs more than copying so much, twice."""
@@ -55,6 +52,10 @@ SAMPLE_BYTES = 4 << 10
 
 SEAL_MESSAGES = 16
 """Messages between seals: often enough to find damage early, seldom enough to cost nothing."""
+
+SEAL_LAG = 7
+"""A seal comes so many messages later, and one: it can't be made before its messages were sent and then
+hashed, and the link must have something to do meanwhile."""
 
 
 class TooManyMessages(ValueError):
@@ -100,13 +101,17 @@ class Plan(NamedTuple):
         if not sealed:
             return list(self.messages)
         found: list[Message | Seal] = []
-        for start in range(0, len(self.messages), SEAL_MESSAGES):
-            messages = self.messages[start : start + SEAL_MESSAGES]
-            first, end = messages[0].first, messages[-1].end
-            last = start + len(messages) == len(self.messages)
-            found += messages
-            found.append(Seal(start // SEAL_MESSAGES, first, end, last))
-        return found
+        due: deque[Seal] = deque()
+        for message in self.messages:
+            found.append(message)
+            if message.number % SEAL_MESSAGES == SEAL_LAG and due:
+                found.append(due.popleft())
+            last = message.number + 1 == len(self.messages)
+            if last or (message.number + 1) % SEAL_MESSAGES == 0:
+                number = message.number // SEAL_MESSAGES
+                first = self.messages[number * SEAL_MESSAGES].first
+                due.append(Seal(number, first, message.end, last))
+        return [*found, *due]
 
 
 def make_plan(

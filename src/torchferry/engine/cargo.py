@@ -13,10 +13,11 @@ from torchferry.core.codec import Envelope, encode
 from torchferry.core.extents import TooIntricate
 from torchferry.core.plan import (
     CHUNK_BYTES,
+    IN_PLACE_WINDOW_BYTES,
     MAX_MESSAGES,
     PACK_FROM,
     RELAY_CHUNK_BYTES,
-    SEND_WINDOW_BYTES,
+    WINDOW_BYTES,
     Chunk,
     Message,
     Plan,
@@ -51,7 +52,8 @@ class Push:
     chunk_bytes: int = CHUNK_BYTES
     relay_chunk_bytes: int = RELAY_CHUNK_BYTES
     pack_from: int = PACK_FROM
-    window_bytes: int = SEND_WINDOW_BYTES
+    window_bytes: int = WINDOW_BYTES
+    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
     stall_s: float | None = None
     verify: bool = True
@@ -71,6 +73,7 @@ class Cargo:
     routes: dict[int, Route]
     verify: bool
     window_bytes: int
+    in_place_window_bytes: int
     digests: list[int | None]
     samples: list[list[int]] = field(default_factory=list)
 
@@ -88,20 +91,29 @@ class Cargo:
 
     def outgoing(self, link: Link, message: Message, staging: Staging) -> tuple[torch.Tensor, bool]:
         """Give a message's bytes, where they lie if the link can take them there, and whether staged."""
-        chunks = self.plan.chunks_of(message)
-        piece = chunks[0].piece
         memories = self.source.memories
-        staged = len(chunks) > 1 or bool(piece.repeats) or not link.takes(memories[piece.storage].device)
+        staged = self.stages(link, message)
         if staged:
             buffer = staging.take(message.nbytes)
-            pieces = [chunk.piece for chunk in chunks]
+            pieces = [chunk.piece for chunk in self.plan.chunks_of(message)]
             gather([memories[piece.storage] for piece in pieces], pieces, buffer)
         else:
+            piece = self.plan.chunks[message.first].piece
             buffer = run_of(memories[piece.storage], piece)
-        if self.verify and self.digests[message.first] is None:
-            found = digests(buffer, [chunk.nbytes for chunk in chunks])
-            self.digests[message.first : message.end] = found
         return buffer, staged
+
+    def stages(self, link: Link, message: Message) -> bool:
+        """Say whether a message must be copied: it is packed, has gaps, or lies where the link can't."""
+        piece = self.plan.chunks[message.first].piece
+        if message.end - message.first > 1 or piece.repeats:
+            return True
+        return not link.takes(self.source.memories[piece.storage].device)
+
+    def hash(self, message: Message, buffer: torch.Tensor) -> None:
+        """Hash a message's bytes, chunk by chunk, unless that was done."""
+        if self.verify and self.digests[message.first] is None:
+            found = digests(buffer, [chunk.nbytes for chunk in self.plan.chunks_of(message)])
+            self.digests[message.first : message.end] = found
 
     def take_samples(self) -> None:
         """Remember a few bytes of every message, to find out later whether they were changed."""
@@ -175,6 +187,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         chain(terms.rank, peers) if relayed else {},
         terms.verify,
         max(terms.window_bytes // lanes, 2 * chunk_bytes),
+        max(terms.in_place_window_bytes // lanes, 2 * chunk_bytes),
         [None] * len(plan.chunks),
     )
     if terms.verify and not ahead:
@@ -183,6 +196,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         staging = Staging(link.device)
         for message in plan.messages:
             buffer, staged = cargo.outgoing(link, message, staging)
+            cargo.hash(message, buffer)
             if staged:
                 staging.give_back(buffer)
         found = tuple(digest for digest in cargo.digests if digest is not None)

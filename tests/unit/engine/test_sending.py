@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchferry.core.plan import SEND_WINDOW_BYTES, Message
+from torchferry.core.plan import WINDOW_BYTES, Message
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.engine.cargo import Cargo
@@ -109,10 +109,18 @@ class Slow:
         """Has nothing to break off."""
 
 
-def test_only_so_many_bytes_are_under_way_at_once() -> None:
+def test_only_so_many_bytes_are_staged_at_once() -> None:
     link = Slow()
-    push(link, [1], {"big": torch.empty(3 * SEND_WINDOW_BYTES, dtype=torch.uint8)}, TERMS)
-    assert SEND_WINDOW_BYTES / 2 < link.most_under_way <= SEND_WINDOW_BYTES
+    every_other = torch.empty(6 * WINDOW_BYTES, dtype=torch.uint8)[::2]
+    push(link, [1], {"big": every_other}, Push(10, MAX_METADATA_BYTES, verify=False))
+    assert WINDOW_BYTES / 2 < link.most_under_way <= WINDOW_BYTES
+    assert link.under_way == 0
+
+
+def test_what_is_sent_from_where_it_lies_is_offered_at_once() -> None:
+    link = Slow()
+    push(link, [1], torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8), Push(10, 1000, verify=False))
+    assert link.most_under_way >= 3 * WINDOW_BYTES
     assert link.under_way == 0
 
 

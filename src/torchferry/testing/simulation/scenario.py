@@ -146,6 +146,7 @@ class _Run:
             relay_chunk_bytes=_CHUNK_BYTES,
             pack_from=2 if self.play.packed else _NEVER,
             window_bytes=_WINDOW_BYTES,
+            in_place_window_bytes=_WINDOW_BYTES,
             ahead_bytes=1 << 20 if self.play.ahead else 0,
             runner=self._runner(0),
         )
