@@ -136,7 +136,7 @@ class Cargo:
         tensors = self.source.manifest.tensors
         storages = {tensors[number].storage for number in self.source.changed_tensors()}
         found = {number for number, extent in enumerate(self.plan.extents) if extent.storage in storages}
-        uncounted = {tensors[number].storage for number in self.source.uncounted_tensors()}
+        uncounted = {tensors[number].storage for number in self.source.uncounted}
         for message, sample in zip(self.plan.messages, self.samples, strict=False):
             chunks = self.plan.chunks_of(message)
             if sample != self._sample(message):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torchferry.core.codec import Envelope
 from torchferry.core.compare import compare, tensor_pairs
-from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import CHUNK_BYTES, Plan, TooManyMessages, make_plan
+from torchferry.core.plan import Plan
 from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path
 from torchferry.engine.meter import Meter
@@ -24,21 +23,16 @@ from torchferry.tensors.landing import Ground
 class Target:
     """The local state that is to be written, described; or what went wrong, raised when it is asked for.
 
-    A failure here is a refusal like any other: the sender's messages are taken first. The plan is made as
-    well, for what arrives is nearly always described alike.
+    A failure here is a refusal like any other: the sender's messages are taken first.
     """
 
     def __init__(self, target: Callable[[], object] | None) -> None:
         self._description: Description | None = None
-        self._plan: Plan | None = None
         self._error: Exception | None = None
         if target is None:
             return
         try:
             self._description = describe_target(target())
-            self._plan = make_plan(self._description.manifest)
-        except (TooIntricate, TooManyMessages):
-            pass
         except Exception as error:
             self._error = error
 
@@ -47,17 +41,6 @@ class Target:
         if self._error is not None:
             raise self._error
         return self._description
-
-    def plan_for(self, envelope: Envelope) -> Plan | None:
-        """Give the plan of what arrives, if the plan of what is here is the same."""
-        plan, local = self._plan, self._description
-        if plan is None or local is None or envelope.digests is not None:
-            return None
-        alike = (envelope.chunk_bytes, envelope.pack_bytes) == (
-            CHUNK_BYTES,
-            plan.pack_bytes,
-        ) and envelope.manifest.tensors == local.manifest.tensors
-        return plan if alike else None
 
 
 @dataclass(frozen=True)

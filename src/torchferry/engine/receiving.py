@@ -105,7 +105,7 @@ class _Transfer:
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
             envelope = self._terms.decode(frame)
-            plan = target.plan_for(envelope) or _plan(envelope)
+            plan = _plan(envelope)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:

@@ -21,6 +21,7 @@ from torchferry.errors import BadManifest, FerryError, PickleRefused, StateError
 from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.kinds import Site, check_form, kind_named
+from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import (
     CPU,
     DTYPES,
@@ -222,8 +223,11 @@ def assemble_in_place(
         PeerError: what was written can't be what it is said to be; names its path.
     """
     if comparison.twins:
-        numbers = range(len(prepared.manifest.leaves))
-        values = [_arrived(prepared, target, number, number) for number in numbers]
+        values = list(target.values)
+        for number, leaf in enumerate(prepared.manifest.leaves):
+            # A plain tensor is the local one, and has nothing to be finished.
+            if leaf.kind != DENSE.name:
+                values[number] = _arrived(prepared, target, number, number)
         return rebuild(prepared.manifest, values, _builder(prepared.containers))
     arrived = {pair.path: _arrived(prepared, target, pair.incoming, pair.local) for pair in comparison.pairs}
     shape = prepared.manifest if strict else target.manifest

@@ -29,7 +29,8 @@ from torchferry.tensors.values import to_wire
 class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
-    It holds the values, so that the memory stays alive and stays theirs.
+    It holds the values, so that the memory stays alive and stays theirs. `uncounted` are the tensors whose
+    changes torch does not count: inference tensors, and what ndarrays are seen as.
     """
 
     manifest: Manifest
@@ -37,6 +38,7 @@ class Description:
     tensors: tuple[torch.Tensor, ...]
     values: tuple[object, ...]
     versions: list[int]
+    uncounted: frozenset[int]
 
     def changed_tensors(self) -> list[int]:
         """List the tensors that torch has written to since they were described."""
@@ -45,11 +47,6 @@ class Description:
             return []
         pairs = enumerate(zip(now, self.versions, strict=True))
         return [number for number, (version, earlier) in pairs if version != earlier]
-
-    def uncounted_tensors(self) -> list[int]:
-        """List the tensors whose changes torch does not count: inference tensors, and ndarrays."""
-        arrays = [part for leaf in self.manifest.leaves if leaf.kind == NDARRAY.name for part in leaf.parts]
-        return arrays + [number for number, tensor in enumerate(self.tensors) if tensor.is_inference()]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -62,6 +59,12 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [_version(tensor) for tensor in tensors]
+
+
+def _uncounted(leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    arrays = [part for leaf in leaves if leaf.kind == NDARRAY.name for part in leaf.parts]
+    inference = [number for number, tensor in enumerate(tensors) if tensor.is_inference()]
+    return frozenset(arrays + inference)
 
 
 def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
@@ -155,7 +158,14 @@ class _Describer:
             storages.sizes,
         )
         entered = tuple(self._storages.tensors)
-        return Description(manifest, storages.memories, entered, tuple(self._values), _versions(entered))
+        return Description(
+            manifest,
+            storages.memories,
+            entered,
+            tuple(self._values),
+            _versions(entered),
+            _uncounted(self._leaves, entered),
+        )
 
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
         """Describe a value that is perhaps a container; the path is its own."""

@@ -93,7 +93,9 @@ class Ground:
         if self._target is None:
             return
         tensors = [self._target.tensors[number] for number in self._written]
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+        if self._target.uncounted:
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
 
     def _memory(self, place: Direct) -> Memory:
         if place.storage >= 0:
