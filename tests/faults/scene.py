@@ -134,8 +134,8 @@ def put_mark(path: str) -> None:
 class Fault:
     """What happens to a victim, and where: before the message in that place is posted.
 
-    All earlier messages are complete then. But a receiver in whose messages there is to be a "cut" stops
-    just after it has asked for this one, with the sender at its heels. No place: when the call has returned.
+    All earlier messages are complete then. But where there is to be a "cut", it happens just after this one
+    was posted, with two others still under way. No place: when the call has returned.
     """
 
     kind: str
@@ -161,6 +161,9 @@ def suffering(fault: Fault | None, way: str) -> Iterator[None]:
         if place != fault.place:
             return post(buffer, 0)
         if fault.kind == "cut":
+            # All but the last two: those are under way, and one of them is cut.
+            for earlier in before[:-2]:
+                earlier.wait(10.0)
             work = post(buffer, 0)
             happen(fault, broken_off)
             return work

@@ -6,13 +6,23 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.faults.promised import shows
-from tests.faults.scene import fates_of, keep, new_group, new_state, old_state, unique_name
+from tests.faults.scene import (
+    Fault,
+    fates_of,
+    keep,
+    new_group,
+    new_state,
+    old_state,
+    suffering,
+    unique_name,
+)
 from tests.support.cluster import Cluster, ClusterError, WorkerDied
 from torchferry import PGTransport
 from torchferry.errors import FerryError, GroupBroken, StateMismatch, TargetTorn
@@ -150,27 +160,20 @@ def test_a_relay_that_refuses_still_forwards(quartet: Cluster) -> None:
 
 
 @shows("the sender dies half-way", "each of them raises within 1 s")
-def test_a_sender_that_dies_is_told_along_the_chain(quartet: Cluster) -> None:
+def test_a_sender_that_dies_is_told_along_the_chain(quartet: Cluster, tmp_path: Path) -> None:
     name = unique_name()
-    running = quartet.start([(send_and_die, (name,)), *[(take_part, (name,))] * 3])
+    # The two headers and some of the payload, all of it complete.
+    fault = Fault("kill", 18, str(tmp_path / "mark"), peer=1)
+    running = quartet.start([(send_and_die, (name, fault)), *[(take_part, (name,))] * 3])
     sender, *receivers = running.outcomes()
     assert isinstance(sender.error, WorkerDied)
-    ends = [outcome.value for outcome in receivers]
-    assert all(isinstance(end.error, TargetTorn) for end in ends)
-    assert max(end.ended_s for end in ends) - min(end.ended_s for end in ends) < FOUND_S
+    died_s = float((tmp_path / "mark").read_text())
+    for outcome in receivers:
+        assert isinstance(outcome.value.error, TargetTorn)
+        assert outcome.value.ended_s - died_s < FOUND_S
 
 
-def send_and_die(rank: int, name: str) -> None:
-    """Send along a chain, and be killed at the twentieth message."""
-    send = ProcessGroupLink.send
-    posted = [0]
-
-    def and_die(self: ProcessGroupLink, buffer: torch.Tensor, peer: int, tag: int) -> Work:
-        posted[0] += 1
-        if posted[0] == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return send(self, buffer, peer, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupLink, "send", and_die)
+def send_and_die(rank: int, name: str, fault: Fault) -> None:
+    """Send along a chain, and be killed on the way."""
+    with suffering(fault, "send"):
         take_part(rank, name)
