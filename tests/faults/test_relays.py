@@ -168,9 +168,10 @@ def test_a_sender_that_dies_is_told_along_the_chain(quartet: Cluster, tmp_path: 
     sender, *receivers = running.outcomes()
     assert isinstance(sender.error, WorkerDied)
     died_s = float((tmp_path / "mark").read_text())
-    for outcome in receivers:
-        assert isinstance(outcome.value.error, TargetTorn)
-        assert outcome.value.ended_s - died_s < FOUND_S
+    for seen in (outcome.value for outcome in receivers):
+        # One whose header had not been sent yet has nothing to be torn.
+        assert isinstance(seen.error, TargetTorn) or (seen.error is not None and seen.fates == {"old"})
+        assert seen.ended_s - died_s < FOUND_S
 
 
 def send_and_die(rank: int, name: str, fault: Fault) -> None:
