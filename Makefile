@@ -41,7 +41,7 @@ test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
-	@FAULTS=all $(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/bench/test_bench_cluster.py $(PYTEST_ARGS)
 
 simulate: $(READY) ## play the protocol in a simulated world; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)

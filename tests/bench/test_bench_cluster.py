@@ -23,11 +23,26 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 DEADLINE_S = 120.0
 
+SLOW = pytest.mark.skipif(
+    os.environ.get("FAULTS") != "all", reason="takes a quarter of a minute: make faults plays it"
+)
+
+
+def all_processes() -> set[int]:
+    """List the processes of this session of tests: workers of other tests live on between them."""
+    return {process.pid for process in processes.left_behind(os.environ[processes.MARK])}
+
+
+def new_processes(known: set[int]) -> list[int]:
+    """List those that have come since, and are still there."""
+    return sorted(all_processes() - known)
+
 
 @contextlib.contextmanager
 def running(*options: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a user would start it, and nothing of it left when the block is."""
     others = set(namespaces())
+    known = all_processes()
     process = subprocess.Popen(
         [sys.executable, "-m", "torchferry.cli", "bench-cluster", "--size", "smoke", *options],
         env=ENVIRONMENT,
@@ -40,7 +55,7 @@ def running(*options: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
         assert set(namespaces()) <= others
-        assert processes.left_behind(os.environ[processes.MARK]) == []
+        assert new_processes(known) == []
     finally:
         process.kill()
         process.communicate()
@@ -79,6 +94,7 @@ class TestTheCommand:
         for text in ("× one link", "relays off", "one asleep", "must reach"):
             assert text in output
 
+    @SLOW
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_removes_all_when_it_is_ended(self, number: signal.Signals, code: int) -> None:
         with running("--hosts", "2", "--repeats", "1000") as process:
@@ -87,6 +103,7 @@ class TestTheCommand:
             os.killpg(process.pid, number)
             assert process.wait(30) == code
 
+    @SLOW
     def test_removes_all_when_one_of_its_processes_is_killed(self) -> None:
         with running("--hosts", "2", "--repeats", "1000") as process:
             read_until(process, "measuring")
@@ -97,13 +114,15 @@ class TestTheCommand:
             assert process.returncode == 1
             assert "host 1 was killed by SIGKILL" in output or "closed by peer" in output
 
+    @SLOW
     def test_leaves_no_process_when_it_is_killed_and_the_rest_to_the_next(self) -> None:
+        known = all_processes()
         with running("--hosts", "2", "--repeats", "1000") as process:
             read_until(process, "measuring")
             left = built_by(process)
             process.kill()
             process.wait()
-            assert processes.left_behind(os.environ[processes.MARK]) == []
+            assert new_processes(known) == []
             assert sorted(remove_leftovers()) == sorted(left)
 
 

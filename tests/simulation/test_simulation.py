@@ -159,15 +159,19 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
+FROM = {"no_frame_digest": 1200}
+"""Where to begin with one that bites seldom: from 0 it takes most of a minute to come to the first."""
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_the_simulation_bites(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
     with pytest.raises(Broken, match="seed"):
-        play_many(4000)
+        play_many(FROM.get(mutation.__name__, 0), 4000)
 
 
-def play_many(seeds: int) -> None:
-    for seed in range(seeds):
+def play_many(first: int, seeds: int) -> None:
+    for seed in range(first, first + seeds):
         simulate(seed)

@@ -298,7 +298,7 @@ def make_state(seed: int) -> State:
         "tiny": torch.tensor(float(seed % 97)),
         **{f"bias{n}": torch.randn(n, generator=numbers) for n in range(1, 8)},
         "step": seed,
-        "note": "a value that any damaged bit makes another value, " * 5,
+        "note": "a value that any damaged bit makes another value, " * 30,
     }
 
 
