@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+
+_REAP_S = 10.0
 
 
 def context_with(*modules: str) -> BaseContext:
@@ -33,6 +39,35 @@ def context_with(*modules: str) -> BaseContext:
     finally:
         signal.signal(signal.SIGINT, before)
     return context
+
+
+@contextlib.contextmanager
+def processes(
+    context: BaseContext, main: Callable[..., object], seats: Sequence[tuple[object, ...]], name: str
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """Start a process for each seat, which calls `main` with its end of a channel and what is in the seat.
+
+    Gives each with this end of its channel. They are killed when the block is left, whatever they are doing.
+    """
+    started: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for number, seat in enumerate(seats):
+            ours, theirs = context.Pipe()
+            # mypy's view of a context does not know that the contexts have processes.
+            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+                target=main, args=(theirs, *seat), name=f"{name}-{number}", daemon=True
+            )
+            process.start()
+            # Only the process holds its end now; when it dies, ours is at its end.
+            theirs.close()
+            started.append((process, ours))
+        yield started
+    finally:
+        for process, _ in started:
+            process.kill()
+        for process, channel in started:
+            process.join(_REAP_S)
+            channel.close()
 
 
 def dismiss_server() -> None:

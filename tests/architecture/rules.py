@@ -92,6 +92,7 @@ TERMINAL_MODULES = (
     "torchferry.demo",
     "torchferry.bench.command",
     "torchferry.bench.cluster_command",
+    "torchferry.bench.options",
     "torchferry.bench.measuring_cluster",
     "torchferry.bench.asking",
     "torchferry.bench.table",

@@ -4,13 +4,14 @@ import os
 import shlex
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from torchferry.bench.options import JsonOption, RepeatsOption, ReportOption, SizeOption
 
 _LOG_COLUMNS = 132
 _FAILED, _REFUSED = 1, 2
@@ -19,17 +20,13 @@ _MOST_HOSTS = 7
 
 
 def bench_cluster(
-    size: Annotated[
-        str, typer.Option(help="smoke, small or full: how large the states are. The marks are for full.")
-    ] = "full",
-    repeats: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="How often each is measured, after one warm-up.")
-    ] = None,
+    size: SizeOption = "full",
+    repeats: RepeatsOption = None,
     hosts: Annotated[
         int, typer.Option(min=2, max=_MOST_HOSTS, help="How many hosts. The marks are for 7.")
     ] = _MOST_HOSTS,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
+    json: JsonOption = None,
+    report: ReportOption = None,
 ) -> None:
     """Measure on a cluster how the time grows with the number of receivers.
 

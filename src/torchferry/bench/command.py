@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from torchferry.bench.options import JsonOption, RepeatsOption, ReportOption, SizeOption
+
 _LOG_COLUMNS = 132
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -23,14 +25,10 @@ def bench(
     system: Annotated[
         list[str] | None, typer.Option(help="Only this system, or those that match. Repeatable.")
     ] = None,
-    size: Annotated[
-        str, typer.Option(help="smoke, small or full: how large the states are. The marks are for full.")
-    ] = "full",
-    repeats: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="How often each is measured, after one warm-up.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
+    size: SizeOption = "full",
+    repeats: RepeatsOption = None,
+    json: JsonOption = None,
+    report: ReportOption = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write a document with tables, and its plots beside it.")
     ] = None,

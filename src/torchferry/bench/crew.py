@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torchferry.bench import worker
 from torchferry.bench.run import TAKE_TIMEOUT_S, Plan, Tell
 from torchferry.bench.worker import Crashed, Finished, Seat
-from torchferry.local import context_with
+from torchferry.local import context_with, processes
 
 # How long a process that was killed may take to be gone.
-_REAP_S = 10.0
 # Longer than anything that is measured may take: a run in which nobody says anything for so long hangs.
 _SILENCE_S = 2 * TAKE_TIMEOUT_S + 120.0
 # After one rank has failed, the others may have more to say of it than that it is gone.
@@ -135,29 +134,10 @@ def _last_word(member: _Member, deadline_s: float) -> Crashed | None:
 
 @contextlib.contextmanager
 def _members(plan: Plan, ranks: int, folder: Path) -> Iterator[list[_Member]]:
-    context = context_with(worker.__name__)
     # Port 0: whatever is free. It must live as long as the run.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members: list[_Member] = []
-    try:
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            seat = Seat(rank, ranks, store.port, str(folder))
-            # mypy's view of a context does not know that the contexts have processes.
-            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=worker.main,
-                args=(theirs, seat, plan),
-                name=f"torchferry-bench-{rank}",
-                daemon=True,
-            )
-            process.start()
-            # Only the worker holds its end now; when it dies, ours is at its end.
-            theirs.close()
-            members.append(_Member(seat, process, ours))
-        yield members
-    finally:
-        for member in members:
-            member.process.kill()
-        for member in members:
-            member.process.join(_REAP_S)
-            member.channel.close()
+    seats = [Seat(rank, ranks, store.port, str(folder)) for rank in range(ranks)]
+    context = context_with(worker.__name__)
+    orders = [(seat, plan) for seat in seats]
+    with processes(context, worker.main, orders, "torchferry-bench") as started:
+        yield [_Member(seat, *one) for seat, one in zip(seats, started, strict=True)]

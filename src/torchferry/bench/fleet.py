@@ -25,7 +25,7 @@ from torchferry.bench.hosts import Host
 from torchferry.bench.run import Tell
 from torchferry.bench.worker import Crashed, Finished, Word, hear, say
 from torchferry.bench.works import Size
-from torchferry.local import context_with
+from torchferry.local import context_with, processes
 
 # Each cluster has a network of its own, so that nobody else can have taken it.
 _PORT = 29500
@@ -102,28 +102,9 @@ def _ending(exit_code: int | None) -> str:
 def _members(hosts: Sequence[Host], size: Size, repeats: int) -> Iterator[list[_Member]]:
     # Seven processes that import torch, each on its own, would need most of a minute on two cores.
     context = context_with(__name__)
-    members: list[_Member] = []
-    try:
-        for rank in range(len(hosts)):
-            ours, theirs = context.Pipe()
-            # mypy's view of a context does not know that the contexts have processes.
-            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=main,
-                args=(theirs, Orders(rank, tuple(hosts), size, repeats)),
-                name=f"torchferry-host-{rank}",
-                daemon=True,
-            )
-            process.start()
-            # Only the process holds its end now; when it dies, ours is at its end.
-            theirs.close()
-            members.append(_Member(rank, process, ours))
-        yield members
-    finally:
-        for member in members:
-            member.process.kill()
-        for member in members:
-            member.process.join(_REAP_S)
-            member.channel.close()
+    orders = [(Orders(rank, tuple(hosts), size, repeats),) for rank in range(len(hosts))]
+    with processes(context, main, orders, "torchferry-host") as started:
+        yield [_Member(rank, *one) for rank, one in enumerate(started)]
 
 
 def main(channel: Connection, orders: Orders) -> NoReturn:

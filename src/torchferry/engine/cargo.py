@@ -186,7 +186,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         ),
         chain(terms.rank, peers) if relayed else {},
         terms.verify,
-        max(terms.window_bytes // lanes, 2 * chunk_bytes),
+        max(terms.window_bytes // lanes, 1),
         max(terms.in_place_window_bytes // lanes, 2 * chunk_bytes),
         [None] * len(plan.chunks),
     )

@@ -28,10 +28,10 @@ def say_farewell(
         return False
     tags = Tags(envelope.origin, envelope.serial)
     for item in rest[:place]:
-        window.add(link.send(_bytes(bytes(item.nbytes), link), peer, tags.of(item)), 0, _nothing)
+        window.add(link.send(_bytes(bytes(item.nbytes), link), peer, tags.of(item)), 0)
     last = rest[place]
     word = encode_farewell(last, culprit) if isinstance(last, Seal) else farewell(envelope.nonce, culprit)
-    window.add(link.send(_bytes(word, link), peer, tags.of(last)), 0, _nothing)
+    window.add(link.send(_bytes(word, link), peer, tags.of(last)), 0)
     yield from window.finish()
     return True
 
@@ -42,7 +42,3 @@ def _has_room(item: Message | Seal) -> bool:
 
 def _bytes(data: bytes, link: Link) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
-
-
-def _nothing() -> None:
-    """What is to be done after it was sent."""

@@ -78,8 +78,8 @@ def send_steps(
     length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
     with group.header("send", peer, left_s):
-        window.add(link.send(length, peer, LENGTH_TAG), 0, _nothing)
-        window.add(link.send(frame, peer, FRAME_TAG), len(data), _nothing)
+        window.add(link.send(length, peer, LENGTH_TAG), 0)
+        window.add(link.send(frame, peer, FRAME_TAG), len(data))
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window)
     yield from window.finish()
@@ -95,7 +95,7 @@ def _payload_steps(link: Link, peer: int, cargo: Cargo, meter: Meter, window: Wi
             while window and (item.last or None in cargo.digests[item.first : item.end]):
                 yield from window.finish_oldest()
             buffer = _seal(cargo, item).to(link.device)
-            window.add(link.send(buffer, peer, tags.of(item)), item.nbytes, _nothing)
+            window.add(link.send(buffer, peer, tags.of(item)), item.nbytes)
             continue
         in_place = not cargo.stages(link, item)
         yield from window.make_room(item.nbytes, in_place=in_place)
@@ -170,7 +170,3 @@ def _behind(failed: dict[int, BaseException], cargo: Cargo) -> dict[int, BaseExc
             what = f"rank {route.source}, which was to forward the state to it, could not be reached"
             found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
     return found or failed
-
-
-def _nothing() -> None:
-    """What is to be done after a message that needs nothing."""

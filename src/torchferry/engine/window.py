@@ -25,7 +25,7 @@ Steps: TypeAlias = Generator[Pending, None, T]
 class _Entry(NamedTuple):
     pending: Pending
     nbytes: int
-    done: Callable[[], None]
+    done: Callable[[], None] | None
     in_place: bool
 
 
@@ -68,8 +68,15 @@ class Window:
             return self._in_place_bytes + self._nbytes + nbytes <= self._most_in_place_bytes
         return self._nbytes + nbytes <= self._most_bytes
 
-    def add(self, pending: Pending, nbytes: int, done: Callable[[], None], *, in_place: bool = False) -> None:
-        """Note a message that was just started; `done` is called once it is complete."""
+    def add(
+        self,
+        pending: Pending,
+        nbytes: int,
+        done: Callable[[], None] | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        """Note a message that was just started; `done`, if there is one, is called once it is complete."""
         self._entries.append(_Entry(pending, nbytes, done, in_place))
         if in_place:
             self._in_place_bytes += nbytes
@@ -99,7 +106,8 @@ class Window:
         else:
             self._nbytes -= entry.nbytes
         self._meter.moved_s = self._clock()
-        entry.done()
+        if entry.done is not None:
+            entry.done()
 
 
 class Staging:

@@ -90,14 +90,18 @@ class PGTransport:
     def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
         """Send a state to the given ranks of the group.
 
-        Returns once the group has taken every byte; until then the state must not change. `step` travels
-        along, for receivers that ask for one.
+        Returns once the group has taken every byte; until then the state must not change. Where receivers
+        forward to each other, those are the bytes for the first of them, and what becomes of the others is
+        theirs to say. `step` travels along, for receivers that ask for one.
 
         Raises:
             BadArgument: a rank that is not another member of the group (also a ValueError).
             Unsendable: something in the state can't travel; nothing was sent.
+            StateChanged: the state was changed meanwhile; no receiver accepts a mixture.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
-            LinkBroken: a receiver is gone (also a ConnectionError).
+            LinkBroken: the receiver is gone (also a ConnectionError).
+            SendFailed: one of these for some of several receivers; says who got it and who did not.
+            GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
         if isinstance(dst_ranks, int):
             raise BadArgument(f"dst_ranks is a list of ranks, not {dst_ranks!r}")

@@ -206,6 +206,17 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
 
 def gather(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
+    _copy(memories, pieces, buffer, into_memory=False)
+
+
+def scatter(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
+    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
+    _copy(memories, pieces, buffer, into_memory=True)
+
+
+def _copy(
+    memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor, *, into_memory: bool
+) -> None:
     start = buffer.data_ptr()
     by_address = buffer.device == CPU
     position = 0
@@ -213,27 +224,11 @@ def gather(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.T
         nbytes = piece.run_bytes
         if by_address and _is_plain(memory, piece):
             # A call of torch's takes several times as long as it takes to copy a small piece.
-            address = memory.storage.data_ptr() + memory.base + piece.offset
-            ctypes.memmove(start + position, address, nbytes)
+            here, there = memory.storage.data_ptr() + memory.base + piece.offset, start + position
+            ctypes.memmove(*((here, there) if into_memory else (there, here)), nbytes)
         else:
             nbytes = piece.nbytes
-            load(memory, piece, buffer[position : position + nbytes])
-        position += nbytes
-
-
-def scatter(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
-    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
-    start = buffer.data_ptr()
-    by_address = buffer.device == CPU
-    position = 0
-    for memory, piece in zip(memories, pieces, strict=True):
-        nbytes = piece.run_bytes
-        if by_address and _is_plain(memory, piece):
-            address = memory.storage.data_ptr() + memory.base + piece.offset
-            ctypes.memmove(address, start + position, nbytes)
-        else:
-            nbytes = piece.nbytes
-            store(memory, piece, buffer[position : position + nbytes])
+            (store if into_memory else load)(memory, piece, buffer[position : position + nbytes])
         position += nbytes
 
 

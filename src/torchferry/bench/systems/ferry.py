@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
-from typing import Any
 
 from torchferry.bench.systems.base import SENDER, Phases, Session, Site, System
 from torchferry.bench.works import FERRY, UNVERIFIED
@@ -12,16 +10,13 @@ from torchferry.pg_transport import PGTransport
 
 
 def _open(site: Site, *, verify: bool) -> Session:
-    options: dict[str, Any] = {"verify": verify}
-    # Not every version can relay; one that can't need not be told.
-    if "relay" in inspect.signature(PGTransport).parameters:
-        options["relay"] = site.case.relay
     transport = PGTransport(
         site.group,
         site.timeout_s,
         "cpu",
         state_dict=(lambda: site.target) if site.target is not None else None,
-        **options,
+        verify=verify,
+        relay=site.case.relay,
     )
 
     def phases() -> Phases:
