@@ -25,11 +25,12 @@ from torchferry.core.manifest import FORM, Special
 from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
 from torchferry.engine import Pull, pull
+from torchferry.engine.destination import Target
 from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import allocate, prepare
+from torchferry.tensors.assemble import Fresh, prepare
 from torchferry.tensors.kinds import Site
 from torchferry.testing import MemoryNetwork
 
@@ -85,9 +86,9 @@ def _peak_bytes(*, reset: bool = True) -> int:
 def take_apart(frame: bytes) -> None:
     """Do all that a receiver does with a frame before the payload."""
     envelope = decode_any(frame, allow_pickle=False)
-    _plan(envelope)
+    _plan(envelope, Target(None, Site()))
     prepare(envelope.manifest, Site())
-    allocate(envelope.manifest)
+    _ = Fresh(envelope.manifest).memories
 
 
 def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:

@@ -21,11 +21,12 @@ from tests.hostile.test_attacks import take_apart
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
 from torchferry.core.landing import land_in_place
+from torchferry.engine.destination import Target
 from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import allocate, assemble_fresh, prepare
+from torchferry.tensors.assemble import Fresh, assemble_fresh, prepare
 from torchferry.tensors.describe import describe_target
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.memory import run_of
@@ -52,13 +53,13 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
     try:
         envelope = decode_any(frame, allow_pickle=False)
         stage = "plan"
-        plan = _plan(envelope)
+        plan = _plan(envelope, Target(None, Site()))
         stage = "prepare"
         manifest = envelope.manifest
         prepared = prepare(manifest, Site())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = allocate(manifest)
+            fresh = Fresh(manifest)
             for memory in fresh.memories:
                 run_of(memory, Extent(0, 0, memory.storage.nbytes())).zero_()
             assemble_fresh(prepared, fresh, Site())

@@ -121,23 +121,22 @@ def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
     Raises:
         TooIntricate: views overlap in more than MAX_RUNS runs.
     """
-    figures = [figure(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
     storages = [spec.storage for spec in tensors]
-    if all(map(lt, storages, storages[1:])) and None not in [seen.repeats for seen in figures]:
+    figures = [figure(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
+    repeats = [seen.repeats for seen in figures if seen.repeats is not None]
+    if all(map(lt, storages, storages[1:])) and len(repeats) == len(tensors):
         # Each tensor has a storage to itself, as nearly always: it is its own extent.
-        return [
-            Extent(spec.storage, spec.offset, seen.run_bytes, seen.repeats or ())
-            for spec, seen in zip(tensors, figures, strict=True)
-            if seen.items
-        ]
+        runs = [seen.run_bytes for seen in figures]
+        found = list(map(Extent, storages, [spec.offset for spec in tensors], runs, repeats))
+        return found if all(runs) else [extent for extent in found if extent.run_bytes]
     patience = Patience()
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
     for spec in tensors:
         by_storage[spec.storage] += footprint(spec, patience)
-    found: list[Extent] = []
+    merged: list[Extent] = []
     for _, extents in sorted(by_storage.items()):
-        found += extents if len(extents) == 1 else union(extents, patience)
-    return found
+        merged += extents if len(extents) == 1 else union(extents, patience)
+    return merged
 
 
 def union(extents: Iterable[Extent], patience: Patience | None = None) -> list[Extent]:

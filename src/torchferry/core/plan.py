@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -90,7 +91,18 @@ class Plan(NamedTuple):
     chunks: tuple[Chunk, ...]
     messages: tuple[Message, ...]
     payload_bytes: int
+    chunk_bytes: int
     pack_bytes: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """What the plan depends on beside the manifest."""
+        return self.chunk_bytes, self.pack_bytes
+
+    @property
+    def all_packed(self) -> bool:
+        """Whether there is no message that could go straight to where it belongs."""
+        return all(message.end - message.first > 1 for message in self.messages)
 
     def chunks_of(self, message: Message) -> tuple[Chunk, ...]:
         """Give the chunks that a message carries."""
@@ -130,7 +142,7 @@ def make_plan(
         TooManyMessages: more than MAX_MESSAGES.
     """
     extents = extents_of(manifest.tensors)
-    sizes = [extent.nbytes for extent in extents]
+    sizes = [extent.nbytes if extent.repeats else extent.run_bytes for extent in extents]
     if pack_bytes is None:
         pack_bytes = min(PACK_BYTES, chunk_bytes)
         if sum(size < pack_bytes for size in sizes) < pack_from:
@@ -138,7 +150,7 @@ def make_plan(
     plan = _Listing(extents, sizes, chunk_bytes, pack_bytes)
     plan.list_packed()
     plan.list_others()
-    return Plan(tuple(extents), tuple(plan.chunks), tuple(plan.messages), sum(sizes), pack_bytes)
+    return Plan(tuple(extents), tuple(plan.chunks), tuple(plan.messages), sum(sizes), chunk_bytes, pack_bytes)
 
 
 def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
@@ -167,17 +179,19 @@ class _Listing:
     def list_packed(self) -> None:
         """List what is packed, as long as possible."""
         most_bytes = max(min(PACKED_BYTES, self._chunk_bytes), self._pack_bytes)
+        numbers = [number for number, size in enumerate(self._sizes) if size < self._pack_bytes]
+        extents, sizes = self._extents, self._sizes
+        if len(numbers) < len(sizes):
+            extents, sizes = [extents[number] for number in numbers], [sizes[number] for number in numbers]
+        self.chunks += map(Chunk, numbers, extents, repeat(0), sizes)
         nbytes = 0
-        for number, size in enumerate(self._sizes):
-            if size >= self._pack_bytes:
-                continue
+        for place, size in enumerate(sizes):
             if nbytes + size > most_bytes:
-                self._end_message(nbytes)
+                self._end_message(place, nbytes)
                 nbytes = 0
-            self.chunks.append(Chunk(number, self._extents[number], 0, size))
             nbytes += size
         if nbytes:
-            self._end_message(nbytes)
+            self._end_message(len(sizes), nbytes)
 
     def list_others(self) -> None:
         """List the rest, a chunk a message."""
@@ -191,13 +205,13 @@ class _Listing:
             for piece in split(self._extents[number], self._chunk_bytes):
                 nbytes = piece.nbytes
                 self.chunks.append(Chunk(number, piece, position, nbytes))
-                self._end_message(nbytes)
+                self._end_message(len(self.chunks), nbytes)
                 position += nbytes
 
-    def _end_message(self, nbytes: int) -> None:
+    def _end_message(self, end: int, nbytes: int) -> None:
         self._check_count(len(self.messages) + 1)
         first = self.messages[-1].end if self.messages else 0
-        self.messages.append(Message(len(self.messages), first, len(self.chunks), nbytes))
+        self.messages.append(Message(len(self.messages), first, end, nbytes))
 
     def _check_count(self, messages: int) -> None:
         if messages > MAX_MESSAGES:

@@ -134,14 +134,16 @@ class Cargo:
         looked for at both ends of every message; and what has no counter at all is read again, all of it.
         """
         tensors = self.source.manifest.tensors
-        storages = {tensors[number].storage for number in self.source.changed_tensors()}
-        found = {number for number, extent in enumerate(self.plan.extents) if extent.storage in storages}
+        found: set[int] = set()
+        if storages := {tensors[number].storage for number in self.source.changed_tensors()}:
+            found.update(n for n, extent in enumerate(self.plan.extents) if extent.storage in storages)
         uncounted = {tensors[number].storage for number in self.source.uncounted}
         for message, sample in zip(self.plan.messages, self.samples, strict=False):
-            chunks = self.plan.chunks_of(message)
             if sample != self._sample(message):
-                found.update((chunks[0].extent, chunks[-1].extent))
+                ends = self.plan.chunks[message.first], self.plan.chunks[message.end - 1]
+                found.update(chunk.extent for chunk in ends)
             if uncounted and self.digests[message.first] is not None:
+                chunks = self.plan.chunks_of(message)
                 known = self.digests[message.first : message.end]
                 found.update(
                     chunk.extent

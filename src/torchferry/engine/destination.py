@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torchferry.core.codec import Envelope
+from torchferry.core.codec import Envelope, Known, know
 from torchferry.core.compare import compare, tensor_pairs
+from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Plan
+from torchferry.core.plan import Plan, TooManyMessages, make_plan
 from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path
 from torchferry.engine.meter import Meter
 from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
-from torchferry.tensors.assemble import allocate, assemble_fresh, assemble_in_place, prepare
+from torchferry.tensors.assemble import Fresh, Prepared, assemble_fresh, assemble_in_place, prepare
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
@@ -24,17 +26,51 @@ class Target:
     """The local state that is to be written, described; or what went wrong, raised when it is asked for.
 
     A failure here is a refusal like any other: the sender's messages are taken first.
+
+    The sender is describing its own at the same time, and nearly always they turn out to be described alike.
+    So what follows from that is worked out beforehand.
     """
 
-    def __init__(self, target: Callable[[], object] | None) -> None:
+    def __init__(self, target: Callable[[], object] | None, site: Site) -> None:
+        self.known: Known | None = None
         self._description: Description | None = None
         self._error: Exception | None = None
+        self._plan: Plan | None = None
+        self._prepared: Prepared | None = None
+        self.site = site
         if target is None:
             return
         try:
             self._description = describe_target(target())
         except Exception as error:
             self._error = error
+            return
+        self.known = know(self._description.manifest)
+        with suppress(TooIntricate, TooManyMessages):
+            self._plan = make_plan(self._description.manifest)
+        with suppress(FerryError):
+            self._prepared = prepare(self._description.manifest, site)
+
+    def prepare(self, manifest: Manifest) -> Prepared:
+        """Check that what arrives can be built here, and decode all that is not payload.
+
+        Raises:
+            PeerError: it can't.
+        """
+        alike = self.known is not None and manifest is self.known.manifest
+        return self._prepared if alike and self._prepared else prepare(manifest, self.site)
+
+    def plan(self, envelope: Envelope) -> Plan:
+        """Give the plan of what arrives.
+
+        Raises:
+            TooIntricate: views overlap in a pattern too irregular to list.
+            TooManyMessages: more than may be listed.
+        """
+        alike = self.known is not None and envelope.manifest is self.known.manifest
+        if alike and self._plan and self._plan.sizes == (envelope.chunk_bytes, envelope.pack_bytes):
+            return self._plan
+        return make_plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
 
     def description(self) -> Description | None:
         """Give the local state described; None if what arrives is to be fresh."""
@@ -67,27 +103,25 @@ class Destination:
         )
 
 
-def destination(
-    manifest: Manifest, plan: Plan, target: Description | None, site: Site, *, strict: bool
-) -> Destination:
+def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool) -> Destination:
     """Find out where the payload goes: into new memory, or into the local state, if it fits.
 
     Raises:
         StateMismatch: it does not.
         PeerError: what arrives can't be built here.
     """
-    if target is None:
-        prepared = prepare(manifest, site)
-        fresh = allocate(manifest)
-        return Destination(
-            LAND_ALIKE,
-            Ground(manifest, fresh.memories),
-            lambda: assemble_fresh(prepared, fresh, site),
-            in_place=False,
-        )
+    site, local = target.site, target.description()
+    if local is None:
+        prepared = target.prepare(manifest)
+        fresh = Fresh(manifest)
+        ground = Ground(manifest, fresh)
+        if not plan.all_packed:
+            # It is needed at once. Otherwise there is time while the first messages are on their way.
+            _ = ground.memories
+        return Destination(LAND_ALIKE, ground, lambda: assemble_fresh(prepared, fresh, site), in_place=False)
     if strict:
-        prepared = prepare(manifest, site)
-    comparison = compare(manifest, target.manifest, strict=strict)
+        prepared = target.prepare(manifest)
+    comparison = compare(manifest, local.manifest, strict=strict)
     if comparison.mismatches:
         raise StateMismatch(comparison.mismatches)
     if not strict:
@@ -96,16 +130,16 @@ def destination(
         prepared = prepare(manifest, site, only=matched)
     if comparison.twins:
         landings = LAND_ALIKE
-        written: Collection[int] = range(len(target.tensors))
+        written: Collection[int] = range(len(local.tensors))
     else:
-        tensors = tensor_pairs(manifest, target.manifest, comparison.pairs)
-        landings = land_in_place(plan.extents, manifest, target.manifest, tensors)
+        tensors = tensor_pairs(manifest, local.manifest, comparison.pairs)
+        landings = land_in_place(plan.extents, manifest, local.manifest, tensors)
         written = {pair.local for pair in tensors}
-    ground = Ground(manifest, target.memories, target, written)
+    ground = Ground(manifest, None, local, written)
 
     def assemble() -> object:
         ground.copy_whole(landings.whole)
-        return assemble_in_place(prepared, target, comparison, strict=strict)
+        return assemble_in_place(prepared, local, comparison, strict=strict)
 
     kept = None if comparison.twins else {pair.path for pair in comparison.pairs}
     return Destination(landings, ground, assemble, in_place=True, kept=kept)

@@ -16,17 +16,21 @@ from torchferry.engine.digest import digests, head
 from torchferry.engine.meter import Meter
 from torchferry.engine.relay import Relay
 from torchferry.engine.window import Staging, Steps, Window
-from torchferry.errors import PeerGaveUp
+from torchferry.errors import PeerGaveUp, StateError
 from torchferry.links.base import Link
 from torchferry.tensors.landing import Ground
 
 
 @dataclass
 class Arrival:
-    """What was found when all had arrived: damaged chunks, and whether the sender disowns all of it."""
+    """What was found when all had arrived: damaged chunks, and whether the sender disowns all of it.
+
+    `refusal` is why nothing of it was kept, if there was no room for it.
+    """
 
     damaged: list[int] = field(default_factory=list)
     changed: bool = False
+    refusal: StateError | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class _Receiving:
                 self._post_seal(item, window)
             else:
                 yield from self._post(item, window)
+        self._has_room()
         yield from window.finish()
         return self._arrival
 
@@ -121,6 +126,8 @@ class _Receiving:
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
         self._check(message, buffer)
+        if not self._has_room():
+            return
         chunks = self._plan.chunks_of(message)
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
@@ -134,6 +141,15 @@ class _Receiving:
             if any(landing.direct or landing.spread for landing in where):
                 self._meter.posted = max(self._meter.posted, message.end)
                 ground.put(chunks, where, buffer)
+
+    def _has_room(self) -> bool:
+        """Say whether there is memory for what arrives. If not, the sender is still left to finish."""
+        if self._arrival.refusal is None:
+            try:
+                return self._payload.ground.memories is not None
+            except StateError as error:
+                self._arrival.refusal = error
+        return False
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""

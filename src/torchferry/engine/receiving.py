@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from torchferry.core.codec import Envelope, decode
+from torchferry.core.codec import Envelope, Known, decode
 from torchferry.core.extents import TooIntricate
-from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages, make_plan
+from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import Report
 from torchferry.core.routes import Route
@@ -54,7 +54,7 @@ class Pull:
     target: Callable[[], object] | None = None
     strict: bool = True
     site: Site = field(default_factory=Site)
-    decode: Callable[[bytes], Envelope] = decode
+    decode: Callable[[bytes, Known | None], Envelope] = decode
     window_bytes: int = WINDOW_BYTES
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     stall_s: float | None = None
@@ -101,17 +101,16 @@ class _Transfer:
         phases, peer = self._phases, self._peer
         # Before the frame is there, for the sender is describing its state at the same time.
         with phases.phase("describe", peer):
-            target = Target(self._terms.target)
+            target = Target(self._terms.target, self._terms.site)
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
-            envelope = self._terms.decode(frame)
-            plan = _plan(envelope)
+            envelope = self._terms.decode(frame, target.known)
+            plan = _plan(envelope, target)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
-            local, strict = target.description(), self._terms.strict
-            receiver = destination(envelope.manifest, plan, local, self._terms.site, strict=strict)
+            receiver = destination(envelope.manifest, plan, target, strict=self._terms.strict)
         with phases.phase("receive tensors", self._route.source):
             not_forwarded = self._receive_payload(envelope, plan, receiver)
         self.at_rest = True
@@ -213,6 +212,8 @@ class _Transfer:
         return tell
 
     def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
+        if arrival.refusal is not None:
+            raise arrival.refusal
         if arrival.damaged:
             extents = {plan.chunks[number].extent for number in arrival.damaged}
             raise Corrupted(paths_of(envelope.manifest, plan.extents, extents), peer=self._route.source)
@@ -282,9 +283,9 @@ def frame_steps(link: Link, peer: int, max_bytes: int) -> Steps[bytes]:
     return bytes(frame)
 
 
-def _plan(envelope: Envelope) -> Plan:
+def _plan(envelope: Envelope, target: Target) -> Plan:
     try:
-        plan = make_plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
+        plan = target.plan(envelope)
     except TooIntricate as error:
         raise BadManifest(f"overlapping views too irregular to list ({error})") from None
     except TooManyMessages as error:

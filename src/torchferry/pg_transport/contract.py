@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import KeyPath, TreeSpec, tree_flatten_with_path, tree_unflatten
 
-from torchferry.core.codec import Envelope, check
+from torchferry.core.codec import Envelope
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.soundness import check
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import dtype_name

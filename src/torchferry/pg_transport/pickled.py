@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 
-from torchferry.core.codec import Envelope, decode, is_frame
+from torchferry.core.codec import Envelope, Known, decode, is_frame
 from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
 from torchferry.pg_transport.contract import AncestorStateMeta, to_envelope
 
@@ -61,15 +61,17 @@ def load_leaf(data: bytes) -> object:
         raise BadManifest(f"a pickled leaf can't be loaded here: {error!r}") from error
 
 
-def decode_any(frame: bytes, *, allow_pickle: bool) -> Envelope:
+def decode_any(frame: bytes, known: Known | None = None, *, allow_pickle: bool) -> Envelope:
     """Decode metadata in our encoding, or else in the ancestor's, as far as that is safe or allowed.
+
+    `known` is what the local state would look like in ours.
 
     Raises:
         PickleRefused: it is a pickle that could run code, and pickle is not allowed.
         BadManifest: it is neither.
     """
     if is_frame(frame):
-        return decode(frame)
+        return decode(frame, known)
     if not allow_pickle:
         refuse_code(frame)
     try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, TypeVar
+from functools import cached_property, partial
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from torchferry.core.compare import PICKLED, Comparison
-from torchferry.core.figures import figure_of
+from torchferry.core.figures import figure
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
@@ -109,64 +110,79 @@ def _unpickle(data: object, site: Site) -> object:
     return site.unpickle(data)
 
 
-class Fresh(NamedTuple):
-    """New memory for a state: by storage, and the tensors that already are what they are to be."""
+class Fresh:
+    """New memory on the CPU for a state, set aside when it is first asked for."""
 
-    memories: list[Memory]
-    tensors: dict[int, torch.Tensor]
+    def __init__(self, manifest: Manifest) -> None:
+        """Check that there can be enough of it.
 
+        Raises:
+            StateError: the machine has less.
+        """
+        check_room(sum(manifest.storages), "the incoming state")
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._manifest = manifest
 
-def allocate(manifest: Manifest) -> Fresh:
-    """Set aside fresh memory on the CPU for every storage.
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """The memory of each storage; `tensors` has those that already are what they are to be.
 
-    Raises:
-        StateError: there is not enough.
-    """
-    total = sum(manifest.storages)
-    check_room(total, "the incoming state")
-    alone = _alone(manifest)
-    memories: list[Memory] = []
-    tensors: dict[int, torch.Tensor] = {}
-    models: dict[object, torch.Tensor] = {}
-    try:
-        for number, nbytes in enumerate(manifest.storages):
-            tensor = alone.get(number)
-            if tensor is None:
-                memories.append(new_memory(nbytes, CPU))
+        Raises:
+            StateError: there is not enough.
+        """
+        storages = self._manifest.storages
+        try:
+            memories = self._set_aside()
+        except (RuntimeError, MemoryError) as error:
+            what = f"no memory for the {sum(storages)} bytes of the incoming state: {error}"
+            raise StateError(what) from None
+        if max(storages, default=0) >= HUGE_FROM_BYTES:
+            for memory, nbytes in zip(memories, storages, strict=True):
+                if nbytes >= HUGE_FROM_BYTES:
+                    prefer_huge_pages(memory)
+        return memories
+
+    def _set_aside(self) -> list[Memory]:
+        # Most storages are one plain tensor, and it is made at once: memory first takes twice as long, and so
+        # does saying again what it is to be like.
+        manifest = self._manifest
+        makers: dict[object, Callable[[], torch.Tensor]] = {}
+        storages: list[torch.UntypedStorage] = []
+        for nbytes, tensor in zip(manifest.storages, _alone(manifest), strict=True):
+            if tensor == _SHARED:
+                storages.append(new_memory(nbytes, CPU).storage)
                 continue
             spec = manifest.tensors[tensor]
-            # Most storages are one plain tensor, and it is made at once: memory first takes twice as long,
-            # and so does saying again what it is to be like.
-            like = models.get((spec.dtype, spec.shape))
-            if like is None:
-                made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=CPU)
-                models[spec.dtype, spec.shape] = made
-            else:
-                made = torch.empty_like(like)
-            if made.stride() == spec.stride:
-                tensors[tensor] = made
-                memories.append(Memory(made.untyped_storage(), 0, CPU))
-            else:
-                memories.append(new_memory(nbytes, CPU))
-    except (RuntimeError, MemoryError) as error:
-        raise StateError(f"no memory for the {total} bytes of the incoming state: {error}") from None
-    for memory, nbytes in zip(memories, manifest.storages, strict=True):
-        if nbytes >= HUGE_FROM_BYTES:
-            prefer_huge_pages(memory)
-    return Fresh(memories, tensors)
+            look = (spec.dtype, spec.shape, spec.stride)
+            make = makers.get(look)
+            if make is None:
+                makers[look] = make = _maker(spec)
+            self.tensors[tensor] = made = make()
+            storages.append(made.untyped_storage())
+        return [Memory(storage, 0, CPU) for storage in storages]
 
 
-def _alone(manifest: Manifest) -> dict[int, int]:
-    """Find the storages that are one tensor, whole and with nothing else in them: storage to tensor."""
-    found: dict[int, int] = {}
+def _maker(spec: TensorSpec) -> Callable[[], torch.Tensor]:
+    """Give what makes new tensors as a spec has them."""
+    make = partial(torch.empty_strided, spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device=CPU)
+    model = make()
+    # Twice as fast, but it has its own mind about the strides of dimensions in which there is one item.
+    return partial(torch.empty_like, model) if torch.empty_like(model).stride() == spec.stride else make
+
+
+def _alone(manifest: Manifest) -> list[int]:
+    """For each storage, give the tensor that it is, whole and with nothing else in it; _SHARED if none."""
+    found = [_UNSEEN] * len(manifest.storages)
     for number, spec in enumerate(manifest.tensors):
         # Of its own size, and not just seen as often as a peer says: an expanded one would be a claim.
-        fills = figure_of(spec).items * spec.itemsize == manifest.storages[spec.storage] > 0
-        plain = fills and not (spec.conj or spec.neg) and spec.storage not in found
-        found[spec.storage] = number if plain else _SHARED
-    return {storage: number for storage, number in found.items() if number != _SHARED}
+        storage, seen = spec.storage, figure(spec.shape, spec.stride, spec.itemsize)
+        alone = found[storage] == _UNSEEN and seen.run_bytes == manifest.storages[storage] > 0
+        plain = alone and seen.items * spec.itemsize == seen.run_bytes and not (spec.conj or spec.neg)
+        found[storage] = number if plain else _SHARED
+    return [_SHARED if number == _UNSEEN else number for number in found]
 
 
+_UNSEEN = -2
 _SHARED = -1
 
 
@@ -176,15 +192,17 @@ def assemble_fresh(prepared: Prepared, fresh: Fresh, site: Site) -> object:
     Raises:
         PeerError: a leaf can't be built out of what arrived; names its path.
     """
-    manifest = prepared.manifest
+    manifest, memories, made = prepared.manifest, fresh.memories, fresh.tensors
     tensors = [
-        fresh.tensors[number]
-        if number in fresh.tensors
-        else _made("tensor", tensor_over, fresh.memories[spec.storage], spec)
+        made[number] if number in made else _made("tensor", tensor_over, memories[spec.storage], spec)
         for number, spec in enumerate(manifest.tensors)
     ]
     built: list[object] = []
     for number, leaf in enumerate(manifest.leaves):
+        if leaf.kind == DENSE.name and leaf.traits is None:
+            # As nearly all are: a plain tensor, and there is nothing else to it.
+            built.append(tensors[leaf.parts[0]])
+            continue
         if number in prepared.values:
             built.append(prepared.values[number])
             continue

@@ -49,9 +49,12 @@ class Description:
         return [number for number, (version, earlier) in pairs if version != earlier]
 
 
+_UNCOUNTED = -1
+
+
 def _version(tensor: torch.Tensor) -> int:
     # Inference tensors do not count their versions.
-    return 0 if tensor.is_inference() else tensor._version
+    return _UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -59,12 +62,6 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [_version(tensor) for tensor in tensors]
-
-
-def _uncounted(leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    arrays = [part for leaf in leaves if leaf.kind == NDARRAY.name for part in leaf.parts]
-    inference = [number for number, tensor in enumerate(tensors) if tensor.is_inference()]
-    return frozenset(arrays + inference)
 
 
 def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
@@ -146,6 +143,7 @@ class _Describer:
         self._values: list[object] = []
         self._storages = StorageTable(careful=careful)
         self._known: dict[int, int] = {}
+        self._uncounted: list[int] = []
 
     def run(self, state: object) -> Description:
         root = self._walk(state, ())
@@ -158,14 +156,12 @@ class _Describer:
             storages.sizes,
         )
         entered = tuple(self._storages.tensors)
-        return Description(
-            manifest,
-            storages.memories,
-            entered,
-            tuple(self._values),
-            _versions(entered),
-            _uncounted(self._leaves, entered),
-        )
+        versions = _versions(entered)
+        if _UNCOUNTED in versions:
+            self._uncounted += [number for number, each in enumerate(versions) if each == _UNCOUNTED]
+        uncounted = frozenset(self._uncounted)
+        values = tuple(self._values)
+        return Description(manifest, storages.memories, entered, values, versions, uncounted)
 
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
         """Describe a value that is perhaps a container; the path is its own."""
@@ -224,6 +220,8 @@ class _Describer:
             self._storages.forget(entered)
             raise
         index = self._add(leaf, value)
+        if kind is NDARRAY:
+            self._uncounted += leaf.parts
         # The same tensor in two places is one leaf, and arrives as one object.
         self._known[id(value)] = index
         return index

@@ -10,6 +10,7 @@ from torchferry.core.compare import TensorPair
 from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
+from torchferry.tensors.assemble import Fresh
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter, store
 from torchferry.tensors.spread import once, spread
@@ -21,12 +22,12 @@ class Ground:
     def __init__(
         self,
         incoming: Manifest,
-        memories: Sequence[Memory],
+        fresh: Fresh | None = None,
         target: Description | None = None,
         written: Collection[int] = (),
     ) -> None:
         self._incoming = incoming
-        self._memories = memories
+        self._fresh = fresh
         self._target = target
         self._written = written
         self._scratch: dict[int, Memory] = {}
@@ -34,7 +35,18 @@ class Ground:
     @classmethod
     def nowhere(cls) -> Ground:
         """Make a ground for messages that are dropped."""
-        return cls(Manifest(0, (), (), (), ()), ())
+        return cls(Manifest(0, (), (), (), ()))
+
+    @property
+    def memories(self) -> Sequence[Memory]:
+        """The memory of each storage; what is fresh is set aside when it is first asked for.
+
+        Raises:
+            StateError: there is not enough.
+        """
+        if self._target is not None:
+            return self._target.memories
+        return self._fresh.memories if self._fresh is not None else ()
 
     def straight(
         self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
@@ -61,8 +73,8 @@ class Ground:
 
     def put_alike(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
         """Copy chunks to where they were, in memory that is laid out alike."""
-        pieces = [chunk.piece for chunk in chunks]
-        scatter([self._memories[piece.storage] for piece in pieces], pieces, buffer)
+        pieces, memories = [chunk.piece for chunk in chunks], self.memories
+        scatter([memories[piece.storage] for piece in pieces], pieces, buffer)
 
     def _put(self, chunk: Chunk, landing: Landing, buffer: torch.Tensor) -> None:
         for place in landing.direct:
@@ -86,7 +98,7 @@ class Ground:
             theirs = self._incoming.tensors[pair.incoming]
             ours = self._target.manifest.tensors[pair.local]
             arrived = once(raw_over(self._scratch[theirs.storage], theirs))
-            once(raw_over(self._memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
+            once(raw_over(self.memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
 
     def mark_changed(self) -> None:
         """Tell autograd that local tensors were written to, since it was done behind its back."""
@@ -99,7 +111,7 @@ class Ground:
 
     def _memory(self, place: Direct) -> Memory:
         if place.storage >= 0:
-            return self._memories[place.storage].at(place.delta)
+            return self.memories[place.storage].at(place.delta)
         storage = ~place.storage
         if storage not in self._scratch:
             nbytes = self._incoming.storages[storage]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import gcd
+from operator import add, gt
 
 import torch
 from msgspec import Struct
@@ -204,41 +207,66 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
-def gather(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
+def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
-    _copy(memories, pieces, buffer, into_memory=False)
+    plain = _addresses(memories, pieces, buffer)
+    if plain is None:
+        _each(load, memories, pieces, buffer)
+    else:
+        here, there, sizes = plain
+        _exhaust(map(_copy_bytes, there, here, sizes))
 
 
-def scatter(memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor) -> None:
+def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
-    _copy(memories, pieces, buffer, into_memory=True)
+    plain = _addresses(memories, pieces, buffer)
+    if plain is None:
+        _each(store, memories, pieces, buffer)
+    else:
+        here, there, sizes = plain
+        _exhaust(map(_copy_bytes, here, there, sizes))
 
 
-def _copy(
-    memories: Iterable[Memory], pieces: Iterable[Extent], buffer: torch.Tensor, *, into_memory: bool
+_copy_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""Copies small pieces: a call of torch's takes several times as long as that, and so does letting go of the
+interpreter lock and taking it again."""
+
+_exhaust = deque[None](maxlen=0).extend
+
+
+def _addresses(
+    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Give where pieces are in memory and in the buffer, and their sizes; None if they can't just be copied.
+
+    They can if each is a short run in the CPU's memory, and still there: a storage may have been freed.
+    """
+    if len(pieces) == 1 or buffer.device != CPU or any(memory.device is not CPU for memory in memories):
+        return None
+    if any(piece.repeats for piece in pieces):
+        return None
+    sizes = [piece.run_bytes for piece in pieces]
+    starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
+    if any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories])):
+        return None
+    here = list(map(add, starts, [memory.storage.data_ptr() for memory in memories]))
+    there = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
+    return here, there, sizes
+
+
+def _each(
+    copy: Callable[[Memory, Extent, torch.Tensor], None],
+    memories: Sequence[Memory],
+    pieces: Sequence[Extent],
+    buffer: torch.Tensor,
 ) -> None:
-    start = buffer.data_ptr()
-    by_address = buffer.device == CPU
     position = 0
     for memory, piece in zip(memories, pieces, strict=True):
-        nbytes = piece.run_bytes
-        if by_address and _is_plain(memory, piece):
-            # A call of torch's takes several times as long as it takes to copy a small piece.
-            here, there = memory.storage.data_ptr() + memory.base + piece.offset, start + position
-            ctypes.memmove(*((here, there) if into_memory else (there, here)), nbytes)
-        else:
-            nbytes = piece.nbytes
-            (store if into_memory else load)(memory, piece, buffer[position : position + nbytes])
+        nbytes = piece.nbytes
+        copy(memory, piece, buffer[position : position + nbytes])
         position += nbytes
-
-
-def _is_plain(memory: Memory, piece: Extent) -> bool:
-    """Say whether a piece is one run in the CPU's memory, and still there: a storage may have been freed."""
-    return (
-        memory.device is CPU
-        and not piece.repeats
-        and memory.base + piece.offset + piece.run_bytes <= memory.storage.nbytes()
-    )
 
 
 def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:

@@ -10,14 +10,16 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import add, gt, le, mul
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import repeat
+from operator import gt
 
 import torch
 from msgspec import Struct
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.figures import Figure, figure
+from torchferry.core.figures import figure
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
 from torchferry.errors import Unsendable
 from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
@@ -26,7 +28,22 @@ from torchferry.tensors.sendable import check_dense
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
 """The name of each dtype whose tensors are their bytes and nothing more."""
 
-_SIZES = {dtype: dtype.itemsize for dtype in _NAMES}
+
+class _Look(Struct, frozen=True, gc=False):
+    """What tensors of one dtype, shape and strides have in common. `form` is how a spec of them begins."""
+
+    form: tuple[str, int, tuple[int, ...], tuple[int, ...]]
+    span: int
+    is_complex: bool
+
+
+@lru_cache(maxsize=4096)
+def _look(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Look:
+    if dtype not in _NAMES or len(shape) > MAX_DIMS:
+        raise OddTensor
+    sizes = tuple(shape)
+    span = figure(sizes, stride, dtype.itemsize).span
+    return _Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span, dtype.is_complex)
 
 
 class OddTensor(Exception):
@@ -107,45 +124,45 @@ class StorageTable:
             raise OddTensor from error
 
     def _finish(self) -> Storages:
-        # A column at a time: a comprehension over one attribute costs little more than the attribute.
+        # A column at a time: a comprehension over one attribute costs little more than the attribute. What
+        # is not strided has no strides or no storage, and torch says so.
         tensors = self.tensors
-        dtypes = [tensor.dtype for tensor in tensors]
-        devices = [tensor.device for tensor in tensors]
-        negs = [tensor.is_neg() for tensor in tensors]
-        plain = (
-            {tensor.layout for tensor in tensors} <= {torch.strided}
-            and not any(tensor.is_nested for tensor in tensors)
-            and _NAMES.keys() >= set(dtypes)
-            and set(devices) <= {CPU}
-            and not any(negs)
-        )
-        if plain:
-            devices = [CPU] * len(tensors)
-        else:
+        if not all(tensor.is_cpu for tensor in tensors):
             self._look_closely()
-        names = [_NAMES[dtype] for dtype in dtypes]
-        itemsizes = [_SIZES[dtype] for dtype in dtypes]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        strides = [tensor.stride() for tensor in tensors]
-        figures = list(map(figure, shapes, strides, itemsizes))
-        places = list(map(mul, [tensor.storage_offset() for tensor in tensors], itemsizes))
+        looks = list(
+            map(
+                _look,
+                [tensor.dtype for tensor in tensors],
+                [tensor.shape for tensor in tensors],
+                [tensor.stride() for tensor in tensors],
+            )
+        )
+        negs = [tensor.is_neg() for tensor in tensors]
+        conjs = [look.is_complex and tensor.is_conj() for look, tensor in zip(looks, tensors, strict=True)]
+        if any(negs):
+            self._look_closely()
         storages = [tensor.untyped_storage() for tensor in tensors]
         held = [storage.nbytes() for storage in storages]
-        ends = [place + seen.span if seen.items else 0 for place, seen in zip(places, figures, strict=True)]
-        if any(map(gt, ends, held)) or max(map(len, shapes), default=0) > MAX_DIMS:
+        places = [
+            int(offset) * look.form[1] if offset else 0
+            for offset, look in zip([tensor.storage_offset() for tensor in tensors], looks, strict=True)
+        ]
+        ends = [place + look.span if look.span else 0 for place, look in zip(places, looks, strict=True)]
+        if any(map(gt, ends, held)):
             self._look_closely()
-        conjs = [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)]
         if _all_apart(storages, held):
             # Each is alone, and its storage begins where it does.
-            numbers: list[int] = list(range(len(tensors)))
-            offsets = [0] * len(tensors)
+            numbers: Sequence[int] = range(len(tensors))
+            offsets: Iterable[int] = repeat(0)
+            devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
             memories: list[Memory] = list(map(Memory, storages, places, devices))
-            sizes = [seen.span for seen in figures]
+            sizes = [look.span for look in looks]
         else:
             blocks, block_of = self._blocks(storages, held)
-            found, memories, sizes = _shared(blocks, block_of, itemsizes, figures, places)
+            found, memories, sizes = _shared(blocks, block_of, looks, places)
             numbers, offsets = [number for number, _ in found], [offset for _, offset in found]
-        specs = map(TensorSpec, names, itemsizes, shapes, strides, numbers, offsets, conjs, negs)
+        forms = zip(*[look.form for look in looks], strict=True)
+        specs = map(TensorSpec, *forms, numbers, offsets, conjs, negs) if looks else ()
         return Storages(tuple(specs), tuple(memories), tuple(sizes))
 
     def _look_closely(self) -> None:
@@ -176,43 +193,38 @@ class StorageTable:
 
 def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
     """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
-    addresses = [storage.data_ptr() for storage in storages]
-    size_at = dict(zip(addresses, held, strict=True))
+    starts, order = torch.tensor([storage.data_ptr() for storage in storages], dtype=torch.int64).sort()
+    ends = starts + torch.tensor(held, dtype=torch.int64)[order]
     # Some that have no memory are all at 0, and are told apart one by one.
-    if len(size_at) < len(addresses):
-        return False
-    starts = sorted(addresses)
-    ends = map(add, starts, [size_at[start] for start in starts])
-    return all(map(le, ends, starts[1:]))
+    return bool((ends[:-1] <= starts[1:]).all()) and bool((starts[:-1] < starts[1:]).all())
 
 
 def _shared(
     blocks: list[_Block],
     block_of: list[int],
-    itemsizes: list[int],
-    figures: list[Figure],
+    looks: list[_Look],
     places: list[int],
 ) -> tuple[list[tuple[int, int]], list[Memory], list[int]]:
     """Find out who shares memory: each tensor's storage and place in it, each storage's memory and size."""
-    homes = _homes(blocks, block_of, itemsizes)
+    homes = _homes(blocks, block_of, [look.form[1] for look in looks])
     numbers: dict[int, int] = {}
     memories: list[Memory] = []
     units: list[int] = []
     lows: list[int] = []
     highs: list[int] = []
     found: list[tuple[int, int]] = []
-    for block, seen, place in zip(block_of, figures, places, strict=True):
+    for block, look, place in zip(block_of, looks, places, strict=True):
         home = homes[block]
         number = numbers.setdefault(id(home.memory), len(memories))
-        start = place + home.shift if seen.items else _NOWHERE
+        start = place + home.shift if look.span else _NOWHERE
         if number == len(memories):
             memories.append(home.memory)
             units.append(home.unit)
             lows.append(start)
             highs.append(0)
-        if seen.items:
+        if look.span:
             lows[number] = min(lows[number], start)
-            highs[number] = max(highs[number], start + seen.span)
+            highs[number] = max(highs[number], start + look.span)
         found.append((number, start))
     bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
     return (

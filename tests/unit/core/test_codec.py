@@ -10,7 +10,6 @@ from torchferry.core.codec import (
     MAGIC,
     VERSION,
     Envelope,
-    check,
     decode,
     encode,
     is_frame,
@@ -20,6 +19,7 @@ from torchferry.core.codec import (
     unpack,
 )
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Nested, Special, TensorSpec
+from torchferry.core.soundness import check
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Annotated
 
 import torch
@@ -52,11 +53,14 @@ def describe_many(
     tensors: Sequence[torch.Tensor], parts: Callable[[Sequence[torch.Tensor]], Sequence[int]]
 ) -> list[Leaf]:
     """Describe plain strided tensors, all at once."""
-    traits = [tensor.requires_grad + _PARAMETER * (type(tensor) is not torch.Tensor) for tensor in tensors]
-    return [
-        Leaf(DENSE.name, (part,), None, trait or None)
-        for part, trait in zip(parts(tensors), traits, strict=True)
-    ]
+    grads = [tensor.requires_grad for tensor in tensors]
+    types = list(map(type, tensors))
+    traits: Iterable[int | None] = repeat(None)
+    if any(grads) or torch.nn.Parameter in types:
+        parameters = [each is not torch.Tensor for each in types]
+        pairs = zip(grads, parameters, strict=True)
+        traits = [_REQUIRES_GRAD * grad + _PARAMETER * parameter or None for grad, parameter in pairs]
+    return list(map(Leaf, repeat(DENSE.name), zip(parts(tensors)), repeat(None), traits))
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
