@@ -32,7 +32,8 @@ from tests.unit.pg_transport.quacking import TIMEOUT_S, Ends, Group, Mailboxes
 from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, StepMismatch, Unsendable
 from torchferry.core.plan import WINDOW_BYTES
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG
-from torchferry.engine.window import Staging
+from torchferry.engine import group
+from torchferry.engine.staging import Staging
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -454,8 +455,7 @@ def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             most = max(most, sum(held.values()))
             return buffer
 
-    for name in ("sending", "payload"):
-        monkeypatch.setattr(sys.modules[f"torchferry.engine.{name}"], "Staging", Counted)
+    monkeypatch.setattr(group, "Staging", Counted)
     state = {"large": torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8).random_()}
     local = {"large": torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)}
     ferry(state, into=local, own_buffers=True)

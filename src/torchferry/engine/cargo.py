@@ -31,8 +31,8 @@ from torchferry.core.torn import paths_of
 from torchferry.engine.digest import digests
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Runner
+from torchferry.engine.staging import Staging
 from torchferry.engine.threads import ThreadRunner
-from torchferry.engine.window import Staging
 from torchferry.errors import Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
@@ -195,12 +195,13 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
     if terms.verify and not ahead:
         cargo.take_samples()
     if ahead:
-        staging = Staging(link.device)
+        staging = group.staging(link.device)
         for message in plan.messages:
             buffer, staged = cargo.outgoing(link, message, staging)
             cargo.hash(message, buffer)
             if staged:
                 staging.give_back(buffer)
+        group.keep(staging)
         found = tuple(digest for digest in cargo.digests if digest is not None)
         cargo.envelope = replace(cargo.envelope, digests=found)
     return cargo

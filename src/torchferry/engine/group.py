@@ -2,7 +2,8 @@
 
 Several threads may send and receive on the same group at once, through one transport or several. Serial
 numbers keep their messages apart; the locks keep one transfer's length and frame together, for those have
-no number yet; and after a failure nothing more is tried, for old messages may still be about.
+no number yet; and after a failure nothing more is tried, for old messages may still be about. What one
+transfer has staged in is left to the next.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
+from torchferry.engine.staging import Staging
 from torchferry.errors import GroupBroken, LinkTimeout
 
 
@@ -28,6 +32,17 @@ class Group:
         self._serial = 0
         self._headers: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
         self._broken: str | None = None
+        self._stagings: dict[torch.device, Staging] = {}
+
+    def staging(self, device: torch.device) -> Staging:
+        """Give memory to stage in: an earlier transfer's, if that has left any."""
+        with self._lock:
+            return self._stagings.pop(device, None) or Staging(device)
+
+    def keep(self, staging: Staging) -> None:
+        """Keep a transfer's staging for the next; one is enough."""
+        with self._lock:
+            self._stagings[staging.device] = staging
 
     def next_serial(self) -> int:
         """Give the number of a new transfer."""

@@ -15,7 +15,8 @@ from torchferry.core.seals import Seal, decode_seal
 from torchferry.engine.digest import digests, head
 from torchferry.engine.meter import Meter
 from torchferry.engine.relay import Relay
-from torchferry.engine.window import Staging, Steps, Window
+from torchferry.engine.staging import Staging
+from torchferry.engine.window import Steps, Window
 from torchferry.errors import PeerGaveUp, StateError
 from torchferry.links.base import Link
 from torchferry.tensors.landing import Ground
@@ -43,6 +44,7 @@ class Payload:
     landings: Landings
     ground: Ground
     meter: Meter
+    staging: Staging
     verify: bool = True
     relay: Relay | None = None
 
@@ -73,7 +75,7 @@ class _Receiving:
         self._known = envelope.digests
         self._checks = payload.verify and (envelope.sealed or envelope.digests is not None)
         self._tags = Tags(envelope.origin, envelope.serial)
-        self._staging = Staging(payload.link.device)
+        self._staging = payload.staging
         self._found: list[int] = []
         self._arrival = Arrival()
 

@@ -176,14 +176,25 @@ class _Transfer:
             onward = Meter(self._route.next, "forward tensors", clock(), plan.payload_bytes)
             relay = Relay(self._link, envelope, plan, onward, window_bytes)
             forwarding = Lane(onward, relay.steps(clock), on_failure=_ending(relay))
+        staging = self._group.staging(self._link.device)
         payload = Payload(
-            self._link, envelope, plan, receiver.landings, receiver.ground, meter, self._terms.verify, relay
+            self._link,
+            envelope,
+            plan,
+            receiver.landings,
+            receiver.ground,
+            meter,
+            staging,
+            self._terms.verify,
+            relay,
         )
         steps = payload.steps(clock, window_bytes, self._terms.in_place_window_bytes)
         if relay is None or forwarding is None:
             lane = Lane(meter, steps)
             self._run([lane])
-            return _outcome(lane), None
+            arrival = _outcome(lane)
+            self._group.keep(staging)
+            return arrival, None
         lane = Lane(meter, steps, on_failure=self._telling(relay, forwarding))
         self._run([lane, forwarding])
         arrival = _outcome(lane)

@@ -17,7 +17,8 @@ from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, run_lanes
 from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
-from torchferry.engine.window import Staging, Steps, Window
+from torchferry.engine.staging import Staging
+from torchferry.engine.window import Steps, Window
 from torchferry.errors import FerryError, LinkBroken, SendBroken, SendFailed, SendLate, StateChanged
 from torchferry.links.base import Link
 
@@ -80,14 +81,17 @@ def send_steps(
     with group.header("send", peer, left_s):
         window.add(link.send(length, peer, LENGTH_TAG), 0)
         window.add(link.send(frame, peer, FRAME_TAG), len(data))
+    staging = group.staging(link.device)
     if cargo.sends_to(peer):
-        yield from _payload_steps(link, peer, cargo, meter, window)
+        yield from _payload_steps(link, peer, cargo, meter, window, staging)
     yield from window.finish()
+    group.keep(staging)
 
 
-def _payload_steps(link: Link, peer: int, cargo: Cargo, meter: Meter, window: Window) -> Steps[None]:
+def _payload_steps(
+    link: Link, peer: int, cargo: Cargo, meter: Meter, window: Window, staging: Staging
+) -> Steps[None]:
     tags = Tags(cargo.envelope.origin, cargo.envelope.serial)
-    staging = Staging(link.device)
     sequence = cargo.plan.sequence(sealed=cargo.envelope.sealed)
     for place, item in enumerate(sequence):
         if isinstance(item, Seal):

@@ -10,9 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeAlias, TypeVar
 
-import torch
-
-from torchferry.core.plan import WINDOW_BYTES
 from torchferry.engine.meter import Meter
 from torchferry.links.base import Pending
 
@@ -108,34 +105,3 @@ class Window:
         self._meter.moved_s = self._clock()
         if entry.done is not None:
             entry.done()
-
-
-class Staging:
-    """Buffers for what can't be sent or received where it lies.
-
-    They are used again, because fresh memory has to be faulted in, page by page. Only for messages of
-    about their size, and only so many are kept, or they would add up to far more than is under way.
-    """
-
-    _WORTH_KEEPING_BYTES = 64 << 10
-    _KEPT_BYTES = WINDOW_BYTES // 2
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.Tensor] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Give a flat buffer of exactly this size."""
-        for index, buffer in enumerate(self._free):
-            if nbytes <= buffer.nbytes <= 2 * nbytes:
-                return self._free.pop(index)[:nbytes]
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that nothing uses any more."""
-        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(buffer.untyped_storage())
-        if whole.nbytes < self._WORTH_KEEPING_BYTES:
-            return
-        self._free.append(whole)
-        while sum(free.nbytes for free in self._free) > self._KEPT_BYTES:
-            self._free.pop(0)

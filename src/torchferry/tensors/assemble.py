@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -145,21 +146,18 @@ class Fresh:
     def _set_aside(self) -> list[Memory]:
         # Most storages are one plain tensor, and it is made at once: memory first takes twice as long, and so
         # does saying again what it is to be like.
-        manifest = self._manifest
-        makers: dict[object, Callable[[], torch.Tensor]] = {}
-        storages: list[torch.UntypedStorage] = []
-        for nbytes, tensor in zip(manifest.storages, _alone(manifest), strict=True):
-            if tensor == _SHARED:
-                storages.append(new_memory(nbytes, CPU).storage)
-                continue
-            spec = manifest.tensors[tensor]
-            look = (spec.dtype, spec.shape, spec.stride)
-            make = makers.get(look)
-            if make is None:
-                makers[look] = make = _maker(spec)
-            self.tensors[tensor] = made = make()
-            storages.append(made.untyped_storage())
-        return [Memory(storage, 0, CPU) for storage in storages]
+        manifest, alone = self._manifest, _alone(self._manifest)
+        specs = [manifest.tensors[number] for number in alone if number != _SHARED]
+        looks = [(spec.dtype, spec.shape, spec.stride) for spec in specs]
+        makers = {look: _maker(spec) for look, spec in dict(zip(looks, specs, strict=True)).items()}
+        made = [makers[look]() for look in looks]
+        self.tensors = dict(zip([number for number in alone if number != _SHARED], made, strict=True))
+        plain = iter([tensor.untyped_storage() for tensor in made])
+        storages = [
+            new_memory(nbytes, CPU).storage if number == _SHARED else next(plain)
+            for nbytes, number in zip(manifest.storages, alone, strict=True)
+        ]
+        return list(map(Memory, storages, repeat(0), repeat(CPU)))
 
 
 def _maker(spec: TensorSpec) -> Callable[[], torch.Tensor]:

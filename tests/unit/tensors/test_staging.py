@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from tests.support.transfer import TIMEOUT_S
 from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push, window
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
+from torchferry.engine import Pull, Push, group, pull, push, staging
+from torchferry.errors import LinkTimeout
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Sent
@@ -18,7 +17,7 @@ from torchferry.testing.memory_link import Sent
 MiB = 1 << 20
 
 
-class Counted(window.Staging):
+class Counted(staging.Staging):
     """Staging that counts what it holds: what it has given out, and what it keeps for later."""
 
     most_bytes = 0
@@ -43,8 +42,7 @@ class Counted(window.Staging):
 @pytest.fixture(autouse=True)
 def _count_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "most_bytes", 0)
-    for name in ("sending", "payload"):
-        monkeypatch.setattr(sys.modules[f"torchferry.engine.{name}"], "Staging", Counted)
+    monkeypatch.setattr(group, "Staging", Counted)
 
 
 class Lazy:
@@ -116,3 +114,46 @@ def test_tensors_of_many_sizes_do_not_each_leave_a_buffer_behind(sizes: list[int
     state = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     staged_at_the_sender(state)
     assert Counted.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES
+
+
+class OnlyFrames(Lazy):
+    """A link that loses all but the length and the frame."""
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        return self._link.send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()
+
+
+def many_small() -> dict[str, torch.Tensor]:
+    return {str(n): torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
+
+
+class TestTheNextTransferOnTheGroup:
+    """What one transfer has staged in is left to the next, at both ends."""
+
+    def test_stages_in_the_same_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[int] = []
+        original = torch.empty
+
+        def watched(*args: object, **kwargs: object) -> torch.Tensor:
+            tensor = original(*args, **kwargs)  # type: ignore[call-overload]
+            if tensor.dtype == torch.uint8 and tensor.nbytes > MiB // 2:
+                made.append(tensor.nbytes)
+            return tensor  # type: ignore[no-any-return]
+
+        network, ends = MemoryNetwork(), [group.Group(), group.Group()]
+        monkeypatch.setattr(torch, "empty", watched)
+        for turn in range(3):
+            before = len(made)
+            push(network.link(0), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES), ends[0])
+            state, _ = pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES), ends[1])
+            assert isinstance(state, dict)
+            assert all(torch.equal(state[key], value) for key, value in many_small().items())
+            assert (len(made) > before) == (turn == 0)
+
+    def test_gets_none_of_what_a_failed_one_may_still_be_written_to(self) -> None:
+        network, end = MemoryNetwork(), group.Group(lasting=False)
+        # Only the frame arrives, so that every receive of the payload is left behind.
+        push(OnlyFrames(network.link(0)), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES))
+        with pytest.raises(LinkTimeout):
+            pull(network.link(1), 0, Pull(0.2, MAX_METADATA_BYTES), end)
+        assert not end._stagings
