@@ -32,24 +32,36 @@ class Target:
     """
 
     def __init__(self, target: Callable[[], object] | None, site: Site) -> None:
+        """Ask for the state."""
+        self.site = site
         self.known: Known | None = None
-        self._description: Description | None = None
+        self._fresh = target is None
+        self._state: object = None
         self._error: Exception | None = None
+        self._description: Description | None = None
         self._plan: Plan | None = None
         self._prepared: Prepared | None = None
-        self.site = site
-        if target is None:
+        if target is not None:
+            try:
+                self._state = target()
+            except Exception as error:
+                self._error = error
+
+    def describe(self) -> None:
+        """Describe it, and work out what follows from that."""
+        if self._fresh or self._error is not None:
             return
         try:
-            self._description = describe_target(target())
+            self._description = describe_target(self._state)
         except Exception as error:
             self._error = error
             return
-        self.known = know(self._description.manifest)
+        manifest = self._description.manifest
+        self.known = know(manifest)
         with suppress(TooIntricate, TooManyMessages):
-            self._plan = make_plan(self._description.manifest)
+            self._plan = make_plan(manifest)
         with suppress(FerryError):
-            self._prepared = prepare(self._description.manifest, site)
+            self._prepared = prepare(manifest, self.site)
 
     def prepare(self, manifest: Manifest) -> Prepared:
         """Check that what arrives can be built here, and decode all that is not payload.

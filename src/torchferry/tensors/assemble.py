@@ -60,12 +60,16 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
         PeerError: a type, dtype, kind or value that can't be built here; names its path.
     """
     tensors = manifest.tensors
-    values: dict[int, object] = {}
     # A plain tensor is its dtype and a number, and of those that are alike one is looked at.
     looks = [(spec.dtype, spec.itemsize, spec.conj, spec.neg) for spec in tensors]
+    values: dict[int, object] = {}
     sound: set[object] = set()
     for number, leaf in enumerate(manifest.leaves):
-        if only is not None and number not in only:
+        if only is None and leaf.kind == DENSE.name and leaf.traits is leaf.fixed is None:
+            # Whether its dtype is known is found out of all at once.
+            if len(leaf.parts) == 1:
+                continue
+        elif only is not None and number not in only:
             continue
         alike: object = None
         if leaf.fixed is None and len(leaf.parts) == 1 and (leaf.traits is None or type(leaf.traits) is int):
@@ -84,9 +88,13 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
             raise _at(path_of(manifest, number), error) from None
     if only is not None:
         return Prepared(manifest, [], values)
-    for number in {look: number for number, look in enumerate(looks)}.values():
-        # Those of no leaf are made, too.
-        check_dtype(tensors[number])
+    for number in dict(zip(reversed(looks), reversed(range(len(looks))), strict=True)).values():
+        try:
+            check_dtype(tensors[number])
+        except FerryError as error:
+            owner = next((n for n, leaf in enumerate(manifest.leaves) if number in leaf.parts), None)
+            # Those of no leaf are made, too.
+            raise error if owner is None else _at(path_of(manifest, owner), error) from None
     return Prepared(manifest, [Container(branch) for branch in manifest.branches], values)
 
 

@@ -107,8 +107,7 @@ class Container:
 
 def _open_mapping(name: str, extra: Callable[[Any], Value]) -> Callable[[Any], Opened]:
     def take_apart(mapping: Any) -> Opened:
-        items = list(mapping.items())
-        return Opened(name, [k for k, _ in items], [v for _, v in items], extra(mapping))
+        return Opened(name, list(mapping.keys()), list(mapping.values()), extra(mapping))
 
     return take_apart
 

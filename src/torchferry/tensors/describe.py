@@ -121,8 +121,9 @@ def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
 
 
 def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
-    names = [key for key in keys if type(key) is str and key.isascii()]
-    return tuple(names) if len(names) == len(keys) else tuple(map(_key_to_wire, keys))
+    if set(map(type, keys)) == {str} and all(map(str.isascii, keys)):  # type: ignore[arg-type]
+        return tuple(keys)  # type: ignore[arg-type]
+    return tuple(map(_key_to_wire, keys))
 
 
 def _key_to_wire(key: object) -> Value:

@@ -104,7 +104,9 @@ class Ground:
         """Tell autograd that local tensors were written to, since it was done behind its back."""
         if self._target is None:
             return
-        tensors = [self._target.tensors[number] for number in self._written]
+        tensors: Sequence[torch.Tensor] = self._target.tensors
+        if len(self._written) < len(tensors):
+            tensors = [tensors[number] for number in self._written]
         if self._target.uncounted:
             tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(tensors)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import repeat
 from operator import gt
+from typing import cast
 
 import torch
 from msgspec import Struct
@@ -138,16 +139,19 @@ class StorageTable:
             )
         )
         negs = [tensor.is_neg() for tensor in tensors]
-        conjs = [look.is_complex and tensor.is_conj() for look, tensor in zip(looks, tensors, strict=True)]
         if any(negs):
             self._look_closely()
+        conjs: Iterable[bool] = repeat(False)
+        if True in [look.is_complex for look in looks]:
+            conjs = [tensor.is_conj() for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
         held = [storage.nbytes() for storage in storages]
-        places = [
-            int(offset) * look.form[1] if offset else 0
-            for offset, look in zip([tensor.storage_offset() for tensor in tensors], looks, strict=True)
-        ]
-        ends = [place + look.span if look.span else 0 for place, look in zip(places, looks, strict=True)]
+        spans = [look.span for look in looks]
+        places = cast(list[int], [tensor.storage_offset() for tensor in tensors])
+        ends = spans
+        if any(places):
+            places = [place * look.form[1] for place, look in zip(places, looks, strict=True)]
+            ends = [place + span if span else 0 for place, span in zip(places, spans, strict=True)]
         if any(map(gt, ends, held)):
             self._look_closely()
         if _all_apart(storages, held):
@@ -156,7 +160,7 @@ class StorageTable:
             offsets: Iterable[int] = repeat(0)
             devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
             memories: list[Memory] = list(map(Memory, storages, places, devices))
-            sizes = [look.span for look in looks]
+            sizes = spans
         else:
             blocks, block_of = self._blocks(storages, held)
             found, memories, sizes = _shared(blocks, block_of, looks, places)
