@@ -30,7 +30,8 @@ from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import Fresh, prepare
+from torchferry.tensors.assemble import prepare
+from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.kinds import Site
 from torchferry.testing import MemoryNetwork
 
@@ -88,7 +89,7 @@ def take_apart(frame: bytes) -> None:
     envelope = decode_any(frame, allow_pickle=False)
     _plan(envelope, Target(None, Site()))
     prepare(envelope.manifest, Site())
-    _ = Fresh(envelope.manifest).memories
+    Fresh(envelope.manifest).set_aside(range(len(envelope.manifest.storages)))
 
 
 def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:

@@ -26,8 +26,9 @@ from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import Fresh, assemble_fresh, prepare
+from torchferry.tensors.assemble import assemble_fresh, prepare
 from torchferry.tensors.describe import describe_target
+from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.memory import run_of
 
@@ -60,8 +61,8 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
             fresh = Fresh(manifest)
-            for memory in fresh.memories:
-                run_of(memory, Extent(0, 0, memory.storage.nbytes())).zero_()
+            for number, nbytes in enumerate(manifest.storages):
+                run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
             assemble_fresh(prepared, fresh, Site())
         stage = "compare"
         local = describe_target(target)

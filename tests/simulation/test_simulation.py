@@ -89,7 +89,7 @@ def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     original = payload.Payload.steps
 
     def only_with_ground(self: payload.Payload, *args: Any) -> Any:
-        return original(self, *args) if self.ground.memories else refuse()
+        return original(self, *args) if self.ground._fresh or self.ground._target else refuse()
 
     monkeypatch.setattr(payload.Payload, "steps", only_with_ground)
 

@@ -99,10 +99,10 @@ class Plan(NamedTuple):
         """What the plan depends on beside the manifest."""
         return self.chunk_bytes, self.pack_bytes
 
-    @property
-    def all_packed(self) -> bool:
-        """Whether there is no message that could go straight to where it belongs."""
-        return all(message.end - message.first > 1 for message in self.messages)
+    def unpacked_storages(self) -> set[int]:
+        """Give the storages of messages that carry one chunk, and may go straight where it belongs."""
+        alone = [message.first for message in self.messages if message.end - message.first == 1]
+        return {self.chunks[number].piece.storage for number in alone}
 
     def chunks_of(self, message: Message) -> tuple[Chunk, ...]:
         """Give the chunks that a message carries."""

@@ -16,8 +16,9 @@ from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path
 from torchferry.engine.meter import Meter
 from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
-from torchferry.tensors.assemble import Fresh, Prepared, assemble_fresh, assemble_in_place, prepare
+from torchferry.tensors.assemble import Prepared, assemble_fresh, assemble_in_place, prepare
 from torchferry.tensors.describe import Description, describe_target
+from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
 
@@ -126,11 +127,14 @@ def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool)
     if local is None:
         prepared = target.prepare(manifest)
         fresh = Fresh(manifest)
-        ground = Ground(manifest, fresh)
-        if not plan.all_packed:
-            # It is needed at once. Otherwise there is time while the first messages are on their way.
-            _ = ground.memories
-        return Destination(LAND_ALIKE, ground, lambda: assemble_fresh(prepared, fresh, site), in_place=False)
+        # What goes straight where it belongs. The rest is made when it is there.
+        fresh.set_aside(plan.unpacked_storages())
+        return Destination(
+            LAND_ALIKE,
+            Ground(manifest, fresh),
+            lambda: assemble_fresh(prepared, fresh, site),
+            in_place=False,
+        )
     if strict:
         prepared = target.prepare(manifest)
     comparison = compare(manifest, local.manifest, strict=strict)

@@ -86,7 +86,6 @@ class _Receiving:
                 self._post_seal(item, window)
             else:
                 yield from self._post(item, window)
-        self._has_room()
         yield from window.finish()
         return self._arrival
 
@@ -128,8 +127,15 @@ class _Receiving:
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
         self._check(message, buffer)
-        if not self._has_room():
-            return
+        if self._arrival.refusal is None:
+            try:
+                self._put(message, buffer, rest)
+            except StateError as error:
+                # There is no room for it, but the sender is still left to finish.
+                self._arrival.refusal = error
+
+    def _put(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
+        """Put a message where it belongs, or what is `rest` of it if it was received there."""
         chunks = self._plan.chunks_of(message)
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
@@ -143,15 +149,6 @@ class _Receiving:
             if any(landing.direct or landing.spread for landing in where):
                 self._meter.posted = max(self._meter.posted, message.end)
                 ground.put(chunks, where, buffer)
-
-    def _has_room(self) -> bool:
-        """Say whether there is memory for what arrives. If not, the sender is still left to finish."""
-        if self._arrival.refusal is None:
-            try:
-                return self._payload.ground.memories is not None
-            except StateError as error:
-                self._arrival.refusal = error
-        return False
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""

@@ -8,33 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import repeat
 from typing import ParamSpec, TypeVar
 
-import torch
-
 from torchferry.core.compare import PICKLED, Comparison
-from torchferry.core.figures import figure
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
-from torchferry.errors import BadManifest, FerryError, PickleRefused, StateError
+from torchferry.errors import BadManifest, FerryError, PickleRefused
 from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
+from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.kinds import Site, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
-from torchferry.tensors.memory import (
-    CPU,
-    DTYPES,
-    HUGE_FROM_BYTES,
-    Memory,
-    check_dtype,
-    check_room,
-    new_memory,
-    prefer_huge_pages,
-    tensor_over,
-)
+from torchferry.tensors.memory import check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
 
 P = ParamSpec("P")
@@ -119,88 +105,15 @@ def _unpickle(data: object, site: Site) -> object:
     return site.unpickle(data)
 
 
-class Fresh:
-    """New memory on the CPU for a state, set aside when it is first asked for."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        """Check that there can be enough of it.
-
-        Raises:
-            StateError: the machine has less.
-        """
-        check_room(sum(manifest.storages), "the incoming state")
-        self.tensors: dict[int, torch.Tensor] = {}
-        self._manifest = manifest
-
-    @cached_property
-    def memories(self) -> list[Memory]:
-        """The memory of each storage; `tensors` has those that already are what they are to be.
-
-        Raises:
-            StateError: there is not enough.
-        """
-        storages = self._manifest.storages
-        try:
-            memories = self._set_aside()
-        except (RuntimeError, MemoryError) as error:
-            what = f"no memory for the {sum(storages)} bytes of the incoming state: {error}"
-            raise StateError(what) from None
-        if max(storages, default=0) >= HUGE_FROM_BYTES:
-            for memory, nbytes in zip(memories, storages, strict=True):
-                if nbytes >= HUGE_FROM_BYTES:
-                    prefer_huge_pages(memory)
-        return memories
-
-    def _set_aside(self) -> list[Memory]:
-        # Most storages are one plain tensor, and it is made at once: memory first takes twice as long, and so
-        # does saying again what it is to be like.
-        manifest, alone = self._manifest, _alone(self._manifest)
-        specs = [manifest.tensors[number] for number in alone if number != _SHARED]
-        looks = [(spec.dtype, spec.shape, spec.stride) for spec in specs]
-        makers = {look: _maker(spec) for look, spec in dict(zip(looks, specs, strict=True)).items()}
-        made = [makers[look]() for look in looks]
-        self.tensors = dict(zip([number for number in alone if number != _SHARED], made, strict=True))
-        plain = iter([tensor.untyped_storage() for tensor in made])
-        storages = [
-            new_memory(nbytes, CPU).storage if number == _SHARED else next(plain)
-            for nbytes, number in zip(manifest.storages, alone, strict=True)
-        ]
-        return list(map(Memory, storages, repeat(0), repeat(CPU)))
-
-
-def _maker(spec: TensorSpec) -> Callable[[], torch.Tensor]:
-    """Give what makes new tensors as a spec has them."""
-    make = partial(torch.empty_strided, spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device=CPU)
-    model = make()
-    # Twice as fast, but it has its own mind about the strides of dimensions in which there is one item.
-    return partial(torch.empty_like, model) if torch.empty_like(model).stride() == spec.stride else make
-
-
-def _alone(manifest: Manifest) -> list[int]:
-    """For each storage, give the tensor that it is, whole and with nothing else in it; _SHARED if none."""
-    found = [_UNSEEN] * len(manifest.storages)
-    for number, spec in enumerate(manifest.tensors):
-        # Of its own size, and not just seen as often as a peer says: an expanded one would be a claim.
-        storage, seen = spec.storage, figure(spec.shape, spec.stride, spec.itemsize)
-        alone = found[storage] == _UNSEEN and seen.run_bytes == manifest.storages[storage] > 0
-        plain = alone and seen.items * spec.itemsize == seen.run_bytes and not (spec.conj or spec.neg)
-        found[storage] = number if plain else _SHARED
-    return [_SHARED if number == _UNSEEN else number for number in found]
-
-
-_UNSEEN = -2
-_SHARED = -1
-
-
 def assemble_fresh(prepared: Prepared, fresh: Fresh, site: Site) -> object:
     """Build the state that arrived, in memory of its own.
 
     Raises:
         PeerError: a leaf can't be built out of what arrived; names its path.
     """
-    manifest, memories, made = prepared.manifest, fresh.memories, fresh.tensors
+    manifest, made = prepared.manifest, fresh.tensors
     tensors = [
-        made[number] if number in made else _made("tensor", tensor_over, memories[spec.storage], spec)
+        made[number] if number in made else _made("tensor", tensor_over, fresh.memory(spec.storage), spec)
         for number, spec in enumerate(manifest.tensors)
     ]
     built: list[object] = []

@@ -10,8 +10,8 @@ from torchferry.core.compare import TensorPair
 from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
-from torchferry.tensors.assemble import Fresh
 from torchferry.tensors.describe import Description
+from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter, store
 from torchferry.tensors.spread import once, spread
 
@@ -37,17 +37,6 @@ class Ground:
         """Make a ground for messages that are dropped."""
         return cls(Manifest(0, (), (), (), ()))
 
-    @property
-    def memories(self) -> Sequence[Memory]:
-        """The memory of each storage; what is fresh is set aside when it is first asked for.
-
-        Raises:
-            StateError: there is not enough.
-        """
-        if self._target is not None:
-            return self._target.memories
-        return self._fresh.memories if self._fresh is not None else ()
-
     def straight(
         self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
     ) -> tuple[torch.Tensor, Landing] | None:
@@ -72,9 +61,16 @@ class Ground:
             position += chunk.nbytes
 
     def put_alike(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
-        """Copy chunks to where they were, in memory that is laid out alike."""
-        pieces, memories = [chunk.piece for chunk in chunks], self.memories
-        scatter([memories[piece.storage] for piece in pieces], pieces, buffer)
+        """Copy chunks to where they were, in memory that is laid out alike.
+
+        Raises:
+            StateError: there is not enough memory for what is fresh.
+        """
+        if self._fresh is not None:
+            self._fresh.unpack(chunks, buffer)
+        elif self._target is not None:
+            pieces, memories = [chunk.piece for chunk in chunks], self._target.memories
+            scatter([memories[piece.storage] for piece in pieces], pieces, buffer)
 
     def _put(self, chunk: Chunk, landing: Landing, buffer: torch.Tensor) -> None:
         for place in landing.direct:
@@ -98,7 +94,7 @@ class Ground:
             theirs = self._incoming.tensors[pair.incoming]
             ours = self._target.manifest.tensors[pair.local]
             arrived = once(raw_over(self._scratch[theirs.storage], theirs))
-            once(raw_over(self.memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
+            once(raw_over(self._target.memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
 
     def mark_changed(self) -> None:
         """Tell autograd that local tensors were written to, since it was done behind its back."""
@@ -112,8 +108,11 @@ class Ground:
         torch.autograd.graph.increment_version(tensors)
 
     def _memory(self, place: Direct) -> Memory:
+        if self._fresh is not None:
+            return self._fresh.memory(place.storage)
         if place.storage >= 0:
-            return self.memories[place.storage].at(place.delta)
+            assert self._target is not None, "what is neither fresh nor local has no place"
+            return self._target.memories[place.storage].at(place.delta)
         storage = ~place.storage
         if storage not in self._scratch:
             nbytes = self._incoming.storages[storage]
