@@ -65,6 +65,7 @@ class Cargo:
     """A state made ready for sending, shared by the lanes to all its receivers.
 
     `routes` is empty if each of them is sent to. `digests` has one for each chunk, once it was read.
+    `changed` has the extents that were found to be changed while they were being sent.
     """
 
     source: Description
@@ -76,6 +77,7 @@ class Cargo:
     in_place_window_bytes: int
     digests: list[int | None]
     samples: list[list[int]] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
 
     def frame(self, peer: int) -> bytes:
         """Encode the frame that one peer is sent."""
@@ -157,10 +159,17 @@ class Cargo:
         gather([self.source.memories[chunk.piece.storage]], [chunk.piece], buffer)
         return digests(buffer, [chunk.nbytes])[0]
 
+    def has_changed(self) -> bool:
+        """Look for changes, and say whether there are any."""
+        self.changed |= self.changed_extents()
+        return bool(self.changed)
+
     def changed_paths(self) -> list[str]:
-        """Name the leaves that were changed since the state was described, as far as that can be told."""
-        changed = self.changed_extents()
-        return paths_of(self.source.manifest, self.plan.extents, changed) if changed else []
+        """Name the leaves that were changed while they were being sent, as far as that can be told."""
+        # With seals it was looked for before the last of them, and what is changed later does not matter.
+        if not self.envelope.sealed:
+            self.has_changed()
+        return paths_of(self.source.manifest, self.plan.extents, self.changed) if self.changed else []
 
 
 def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group) -> Cargo:

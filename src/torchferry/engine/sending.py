@@ -116,7 +116,7 @@ def _payload_steps(
 
 def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:
     digests = [digest for digest in cargo.digests[seal.first : seal.end] if digest is not None]
-    data = encode_seal(digests, changed=seal.last and bool(cargo.changed_extents()))
+    data = encode_seal(digests, changed=seal.last and cargo.has_changed())
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

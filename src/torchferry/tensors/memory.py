@@ -243,9 +243,10 @@ def _addresses(
 
     They can if each is a short run in the CPU's memory, and still there: a storage may have been freed.
     """
-    if len(pieces) == 1 or buffer.device != CPU or any(memory.device is not CPU for memory in memories):
+    count = len(pieces)
+    if count == 1 or buffer.device != CPU or [memory.device for memory in memories].count(CPU) < count:
         return None
-    if any(piece.repeats for piece in pieces):
+    if [piece.repeats for piece in pieces].count(()) < count:
         return None
     sizes = [piece.run_bytes for piece in pieces]
     starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]

@@ -135,19 +135,19 @@ class StorageTable:
                 _look,
                 [tensor.dtype for tensor in tensors],
                 [tensor.shape for tensor in tensors],
-                [tensor.stride() for tensor in tensors],
+                map(torch.Tensor.stride, tensors),
             )
         )
-        negs = [tensor.is_neg() for tensor in tensors]
+        negs = list(map(torch.Tensor.is_neg, tensors))
         if any(negs):
             self._look_closely()
         conjs: Iterable[bool] = repeat(False)
         if True in [look.is_complex for look in looks]:
             conjs = [tensor.is_conj() for tensor in tensors]
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        held = [storage.nbytes() for storage in storages]
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        held = list(map(torch.UntypedStorage.nbytes, storages))
         spans = [look.span for look in looks]
-        places = cast(list[int], [tensor.storage_offset() for tensor in tensors])
+        places = cast(list[int], list(map(torch.Tensor.storage_offset, tensors)))
         ends = spans
         if any(places):
             places = [place * look.form[1] for place, look in zip(places, looks, strict=True)]
@@ -197,7 +197,7 @@ class StorageTable:
 
 def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
     """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
-    starts, order = torch.tensor([storage.data_ptr() for storage in storages], dtype=torch.int64).sort()
+    starts, order = torch.tensor(list(map(torch.UntypedStorage.data_ptr, storages)), dtype=torch.int64).sort()
     ends = starts + torch.tensor(held, dtype=torch.int64)[order]
     # Some that have no memory are all at 0, and are told apart one by one.
     return bool((ends[:-1] <= starts[1:]).all()) and bool((starts[:-1] < starts[1:]).all())
