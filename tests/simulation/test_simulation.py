@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
+from tests.simulation.play import play, stay_on
 from torchferry.core import codec, torn, watch
 from torchferry.engine import destination, lanes, payload, receiving, relay, sending, window
 from torchferry.errors import BadManifest, LinkBroken, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
+ROOT = Path(__file__).parents[2]
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
 
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+
+
+def play_on_all_cores(first: int, seeds: int) -> Counter[str]:
+    """Play seeds in as many processes as there are cores.
+
+    Raises:
+        Broken: something did not hold; names the seed.
+    """
+    share = -(-seeds // len(cores()))
+    players = []
+    for number, core in enumerate(cores()):
+        begin = first + number * share
+        count = min(share, first + seeds - begin)
+        command = [sys.executable, "-m", "tests.simulation.play", str(begin), str(max(count, 0)), str(core)]
+        players.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True))
+    ends = [player.communicate() for player in players]
+    for player, (_, complaints) in zip(players, ends, strict=True):
+        if player.returncode:
+            raise Broken(complaints)
+    return sum((Counter(json.loads(said)) for said, _ in ends), Counter())
+
+
 def test_what_must_hold_holds_for_every_seed() -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        happened += simulate(seed)
+    happened = play_on_all_cores(FIRST_SEED, SEEDS)
     print(f"\n{SEEDS} seeds from {FIRST_SEED}:")
     for ending, count in happened.most_common():
         print(f"  {count:7}  {ending}")
@@ -163,15 +192,20 @@ FROM = {"no_frame_digest": 1200}
 """Where to begin with one that bites seldom: from 0 it takes most of a minute to come to the first."""
 
 
+@pytest.fixture
+def _on_one_core() -> Iterator[None]:
+    before = cores()
+    stay_on(before[-1])
+    yield
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("_on_one_core")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_the_simulation_bites(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
     with pytest.raises(Broken, match="seed"):
-        play_many(FROM.get(mutation.__name__, 0), 4000)
-
-
-def play_many(first: int, seeds: int) -> None:
-    for seed in range(first, first + seeds):
-        simulate(seed)
+        play(FROM.get(mutation.__name__, 0), 4000)

@@ -18,6 +18,13 @@ class Killed(BaseException):
     """Unwinds a process that was killed; nothing in it may catch this as an error of its own."""
 
 
+def _held_lock() -> threading.Lock:
+    """Make a lock to wait on until somebody lets go of it: turns alternate, so nobody else takes it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Process:
     """One process. Over when `ended_s` is set, with a value, an error, or neither if it was killed."""
 
@@ -31,7 +38,7 @@ class Process:
         self.awake_s: float | None = None
         self._world = world
         self._body = body
-        self._turn = threading.Semaphore(0)
+        self._turn = _held_lock()
         self._thread = threading.Thread(target=self._run, name=f"simulated-{rank}", daemon=True)
 
     def _run(self) -> None:
@@ -74,7 +81,7 @@ class World:
         self.processes: dict[int, Process] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._idle = threading.Semaphore(0)
+        self._idle = _held_lock()
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
         """Let something happen at a time."""
