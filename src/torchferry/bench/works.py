@@ -26,6 +26,7 @@ SAVE = "torch-save"
 DCP = "dcp"
 RAW = "raw"
 MEMCPY = "memcpy"
+METADATA = "torchferry-metadata"
 EVERY = (FERRY, UNVERIFIED, TORCH, TORCHFT, HTTP, SAVE, DCP, RAW, MEMCPY)
 
 # "Not held up": what two runs of the same thing may differ by here.
@@ -92,6 +93,7 @@ def works(size: Size) -> list[Work]:
         # First, in processes that are new: what another work has left behind can't be used again.
         _memory(size),
         *_small(size),
+        _metadata(size),
         *_big(size),
         _views(size),
         _gpt(size),
@@ -135,6 +137,18 @@ def _small(size: Size) -> list[Work]:
             (faster(placed, "small-in-place", FERRY, than=TORCH, by=12.0),),
         ),
     ]
+
+
+def _metadata(size: Size) -> Work:
+    recipe = Uniform(size.pick(80, 500, 2000), 4 * KIB)
+    fresh = Case("metadata-fresh", recipe, (METADATA,), timed=(0,))
+    placed = replace(fresh, name="metadata-in-place", in_place=True)
+    title = f"{recipe.tensors:,} tensors described, encoded, decoded and put together again"
+    marks = [
+        Mark(f"{title}, {how}", Figure(case.name, METADATA), 1e-3, 10.0, at_least=False, unit=" ms")
+        for case, how in ((fresh, "fresh"), (placed, "in place"))
+    ]
+    return Work("metadata", title, (fresh, placed), tuple(marks), shows="time")
 
 
 def _big(size: Size) -> list[Work]:

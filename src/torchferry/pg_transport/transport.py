@@ -46,8 +46,7 @@ class PGTransport:
         max_metadata_bytes: the most metadata that is sent or accepted. Decoded it takes more: some eleven
             times its length, and up to sixty times if a peer makes it for that.
         relay: whether receivers pass the state on to each other, in the order of `dst_ranks`, so that this
-        side's
-            line carries it once and not once for each. By itself it is done for large states and four
+            side's line carries it once and not once for each. By itself it is done for large states and four
             receivers or more; then a receiver that is lost takes those after it with it. Only asked of the
             sender.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from torchferry.core.codec import (
     MAGIC,
@@ -13,6 +15,7 @@ from torchferry.core.codec import (
     decode,
     encode,
     is_frame,
+    know,
     pack,
     payload_of,
     show_form,
@@ -150,3 +153,50 @@ def test_msgpack_that_nests_without_end_is_refused() -> None:
 def test_a_chunk_of_no_size_is_refused() -> None:
     with pytest.raises(BadManifest, match="chunk"):
         decode(encode(Envelope(STATE, 0)))
+
+
+class TestWhatIsKnown:
+    """A receiver that is described alike need not decode what it already has."""
+
+    def test_is_taken_from_there(self) -> None:
+        envelope = decode(encode(Envelope(STATE, 1 << 20, 7, serial=3)), know(STATE))
+        assert envelope.manifest is STATE
+        assert (envelope.chunk_bytes, envelope.step, envelope.serial) == (1 << 20, 7, 3)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            replace(STATE, root=-1, leaves=(STATE.leaves[0], Leaf("value", traits=5))),
+            replace(STATE, tensors=(replace(TENSOR, shape=(2, 4)),)),
+            replace(STATE, storages=(100,)),
+            replace(STATE, branches=(replace(STATE.branches[0], kind="OrderedDict"), STATE.branches[1])),
+            Manifest(0, (), (Leaf("value", traits=1),), (), ()),
+        ],
+        ids=["leaves", "tensors", "storages", "branches", "all of it"],
+    )
+    def test_and_what_differs_is_decoded(self, other: Manifest) -> None:
+        envelope = decode(frame_of(other), know(STATE))
+        assert envelope.manifest == other
+        assert envelope == decode(frame_of(other))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            replace(STATE, leaves=(Leaf("tensor", (1,)), STATE.leaves[1])),
+            replace(STATE, tensors=(replace(TENSOR, offset=12),)),
+            replace(STATE, storages=(4,)),
+            replace(STATE, root=0),
+            replace(STATE, root=-2),
+        ],
+        ids=["leaves", "tensors", "storages", "another root", "no root"],
+    )
+    def test_and_checked(self, other: Manifest) -> None:
+        with pytest.raises(BadManifest):
+            decode(frame_of(other), know(STATE))
+
+    def test_and_held_to_its_types(self) -> None:
+        parts = [STATE.root, list(STATE.branches), ["no leaf"], list(STATE.tensors), list(STATE.storages)]
+        body = pack([parts, 1 << 20])
+        frame = MAGIC + bytes([VERSION]) + xxh3_64_intdigest(body).to_bytes(8, "little") + body
+        with pytest.raises(BadManifest, match="can't be decoded"):
+            decode(frame, know(STATE))
