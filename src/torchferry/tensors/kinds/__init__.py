@@ -1,27 +1,26 @@
 """The kinds of leaf that have tensors in them, and which one a value is.
 
 To add a kind: write a module with one `Kind`, add it to the table, and to `kind_of`.
+
+The kinds of tensors that are spread over processes are imported when the first of them is met: torch takes
+most of a second to import what they are made of, and most processes never have one.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from torchferry.core.showing import show
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Part, Site, check_form
 from torchferry.tensors.kinds.dense import DENSE
-from torchferry.tensors.kinds.dtensor import DTENSOR
 from torchferry.tensors.kinds.ndarray import NDARRAY
-from torchferry.tensors.kinds.sharded import SHARDED
 from torchferry.tensors.kinds.sparse import COMPRESSED, COO
 
 __all__ = ["Kind", "Part", "Site", "check_form", "kind_named", "kind_of"]
 
-_by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, DTENSOR, SHARDED, NDARRAY)}
+_by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, NDARRAY)}
 
 _by_layout = {
     torch.strided: DENSE,
@@ -30,6 +29,11 @@ _by_layout = {
     torch.sparse_csc: COMPRESSED,
     torch.sparse_bsr: COMPRESSED,
     torch.sparse_bsc: COMPRESSED,
+}
+
+_SPREAD_TYPES = {
+    "torch.distributed.tensor.DTensor": "dtensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded",
 }
 
 
@@ -42,11 +46,10 @@ def kind_of(value: object) -> Kind | None:
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
         return _by_layout.get(value.layout, DENSE)  # type: ignore[attr-defined]
-    if cls is DTensor:
-        return DTENSOR
-    if cls is ShardedTensor:
-        return SHARDED
-    if isinstance(value, torch.Tensor):
+    if issubclass(cls, torch.Tensor):
+        spread = _SPREAD_TYPES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if spread is not None:
+            return _spread(spread)
         raise Unsendable(
             f"a tensor subclass ({cls.__module__}.{cls.__qualname__}) can't travel: only its data "
             "would arrive. Send .as_subclass(torch.Tensor), or the tensors that it is made of"
@@ -61,6 +64,24 @@ def kind_named(name: str) -> Kind:
         BadManifest: there is no such kind.
     """
     try:
-        return _by_name[name]
+        return _by_name.get(name) or _spread(name)
     except KeyError:
         raise BadManifest(f"a leaf of unknown kind {show(name)}") from None
+
+
+def _spread(name: str) -> Kind:
+    """Give one of the kinds that are imported when they are needed.
+
+    Raises:
+        KeyError: it is none of them.
+    """
+    match name:
+        case "dtensor":
+            from torchferry.tensors.kinds.dtensor import DTENSOR
+
+            return DTENSOR
+        case "sharded":
+            from torchferry.tensors.kinds.sharded import SHARDED
+
+            return SHARDED
+    raise KeyError(name)
