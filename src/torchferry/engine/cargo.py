@@ -204,7 +204,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
     if terms.verify and not ahead:
         cargo.take_samples()
     if ahead:
-        staging = group.staging(link.device)
+        staging = group.staging(link.device, pinned=not source.is_all_cpu)
         for message in plan.messages:
             buffer, staged = cargo.outgoing(link, message, staging)
             cargo.hash(message, buffer)

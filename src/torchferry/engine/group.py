@@ -32,17 +32,17 @@ class Group:
         self._serial = 0
         self._headers: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
         self._broken: str | None = None
-        self._stagings: dict[torch.device, Staging] = {}
+        self._stagings: dict[tuple[torch.device, bool], Staging] = {}
 
-    def staging(self, device: torch.device) -> Staging:
+    def staging(self, device: torch.device, *, pinned: bool = False) -> Staging:
         """Give memory to stage in: an earlier transfer's, if that has left any."""
         with self._lock:
-            return self._stagings.pop(device, None) or Staging(device)
+            return self._stagings.pop((device, pinned), None) or Staging(device, pinned=pinned)
 
     def keep(self, staging: Staging) -> None:
         """Keep a transfer's staging for the next; one is enough."""
         with self._lock:
-            self._stagings[staging.device] = staging
+            self._stagings[staging.device, staging.pinned] = staging
 
     def next_serial(self) -> int:
         """Give the number of a new transfer."""

@@ -181,7 +181,7 @@ class _Transfer:
             onward = Meter(self._route.next, "forward tensors", clock(), plan.payload_bytes)
             relay = Relay(self._link, envelope, plan, onward, window_bytes)
             forwarding = Lane(onward, relay.steps(clock), on_failure=_ending(relay))
-        staging = self._group.staging(self._link.device)
+        staging = self._group.staging(self._link.device, pinned=not receiver.ground.is_all_cpu)
         payload = Payload(
             self._link,
             envelope,

@@ -81,7 +81,7 @@ def send_steps(
     with group.header("send", peer, left_s):
         window.add(link.send(length, peer, LENGTH_TAG), 0)
         window.add(link.send(frame, peer, FRAME_TAG), len(data))
-    staging = group.staging(link.device)
+    staging = group.staging(link.device, pinned=not cargo.source.is_all_cpu)
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window, staging)
     yield from window.finish()

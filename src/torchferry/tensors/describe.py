@@ -20,7 +20,7 @@ from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
-from torchferry.tensors.memory import Memory
+from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import OddTensor, StorageTable
 from torchferry.tensors.values import to_wire
 
@@ -39,6 +39,11 @@ class Description:
     values: tuple[object, ...]
     versions: list[int]
     uncounted: frozenset[int]
+
+    @property
+    def is_all_cpu(self) -> bool:
+        """Whether all of it is in the CPU's memory."""
+        return [memory.device for memory in self.memories].count(CPU) == len(self.memories)
 
     def changed_tensors(self) -> list[int]:
         """List the tensors that torch has written to since they were described."""

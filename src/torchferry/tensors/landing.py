@@ -37,6 +37,11 @@ class Ground:
         """Make a ground for messages that are dropped."""
         return cls(Manifest(0, (), (), (), ()))
 
+    @property
+    def is_all_cpu(self) -> bool:
+        """Whether all of it is in the CPU's memory, as what is fresh always is."""
+        return self._target is None or self._target.is_all_cpu
+
     def straight(
         self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
     ) -> tuple[torch.Tensor, Landing] | None:

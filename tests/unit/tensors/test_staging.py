@@ -22,8 +22,8 @@ class Counted(staging.Staging):
 
     most_bytes = 0
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        super().__init__(device, pinned=pinned)
         self._given: dict[int, int] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -157,3 +157,31 @@ class TestTheNextTransferOnTheGroup:
         with pytest.raises(LinkTimeout):
             pull(network.link(1), 0, Pull(0.2, MAX_METADATA_BYTES), end)
         assert not end._stagings
+
+
+class TestStagingForAnAccelerator:
+    """None is there to run it on: only what is asked for, and what is done where there is none."""
+
+    def test_is_page_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[dict[str, object]] = []
+
+        def empty(*_: object, **terms: object) -> torch.Tensor:
+            asked.append(terms)
+            return torch.zeros(MiB, dtype=torch.uint8)
+
+        monkeypatch.setattr(torch, "empty", empty)
+        staging.Staging(torch.device("cpu"), pinned=True).take(MiB)
+        assert asked == [{"dtype": torch.uint8, "pin_memory": True}]
+
+    def test_falls_back_to_plain_memory(self) -> None:
+        if torch.accelerator.is_available():
+            pytest.skip("there is one here")
+        assert staging.Staging(torch.device("cpu"), pinned=True).take(MiB).nbytes == MiB
+
+    def test_is_not_mixed_up_with_the_other(self) -> None:
+        end = group.Group()
+        plain, locked = (end.staging(torch.device("cpu"), pinned=pinned) for pinned in (False, True))
+        end.keep(plain)
+        end.keep(locked)
+        assert end.staging(torch.device("cpu"), pinned=True) is locked
+        assert end.staging(torch.device("cpu")) is plain
