@@ -91,6 +91,9 @@ def describe_target(state: object) -> Description:
         return Leaf(OPAQUE)
 
     found = _describe(state, opaque)
+    if not found.uncounted:
+        # No ndarrays in it.
+        return found
     leaves = tuple(
         _if_writable(leaf) if leaf.kind == NDARRAY.name else leaf for leaf in found.manifest.leaves
     )

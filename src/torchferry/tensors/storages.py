@@ -128,7 +128,8 @@ class StorageTable:
         # A column at a time: a comprehension over one attribute costs little more than the attribute. What
         # is not strided has no strides or no storage, and torch says so.
         tensors = self.tensors
-        if not all(tensor.is_cpu for tensor in tensors):
+        is_cpu = [tensor.is_cpu for tensor in tensors]
+        if False in is_cpu:
             self._look_closely()
         looks = list(
             map(
@@ -158,7 +159,9 @@ class StorageTable:
             # Each is alone, and its storage begins where it does.
             numbers: Sequence[int] = range(len(tensors))
             offsets: Iterable[int] = repeat(0)
-            devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
+            devices: Iterable[torch.device] = repeat(CPU)
+            if False in is_cpu:
+                devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
             memories: list[Memory] = list(map(Memory, storages, places, devices))
             sizes = spans
         else:
