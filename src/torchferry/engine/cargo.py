@@ -33,7 +33,7 @@ from torchferry.engine.group import Group
 from torchferry.engine.lanes import Runner
 from torchferry.engine.staging import Staging
 from torchferry.engine.threads import ThreadRunner
-from torchferry.errors import Unsendable
+from torchferry.errors import StateError, Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
 from torchferry.tensors.memory import gather, run_of
@@ -126,7 +126,7 @@ class Cargo:
         ends = samples_of(self.plan.chunks[message.first].piece, self.plan.chunks[message.end - 1].piece)
         try:
             return [digests(run_of(self.source.memories[e.storage], e), [e.run_bytes])[0] for e in ends]
-        except RuntimeError:
+        except (RuntimeError, StateError):
             return []
 
     def changed_extents(self) -> set[int]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from torchferry.core.codec import Envelope, Known, know
 from torchferry.core.compare import compare, tensor_pairs
-from torchferry.core.extents import TooIntricate
 from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Plan, TooManyMessages, make_plan
+from torchferry.core.plan import Plan, make_plan
 from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path
 from torchferry.engine.meter import Meter
@@ -33,36 +32,27 @@ class Target:
     """
 
     def __init__(self, target: Callable[[], object] | None, site: Site) -> None:
-        """Ask for the state."""
         self.site = site
         self.known: Known | None = None
-        self._fresh = target is None
-        self._state: object = None
-        self._error: Exception | None = None
         self._description: Description | None = None
+        self._error: Exception | None = None
         self._plan: Plan | None = None
         self._prepared: Prepared | None = None
-        if target is not None:
-            try:
-                self._state = target()
-            except Exception as error:
-                self._error = error
-
-    def describe(self) -> None:
-        """Describe it, and work out what follows from that."""
-        if self._fresh or self._error is not None:
+        if target is None:
             return
         try:
-            self._description = describe_target(self._state)
+            self._description = describe_target(target())
         except Exception as error:
             self._error = error
-            return
-        manifest = self._description.manifest
+        else:
+            # What goes wrong here goes wrong again where it matters, if it does matter.
+            with suppress(Exception):
+                self._work_ahead(self._description.manifest)
+
+    def _work_ahead(self, manifest: Manifest) -> None:
         self.known = know(manifest)
-        with suppress(TooIntricate, TooManyMessages):
-            self._plan = make_plan(manifest)
-        with suppress(FerryError):
-            self._prepared = prepare(manifest, self.site)
+        self._plan = make_plan(manifest)
+        self._prepared = prepare(manifest, self.site)
 
     def prepare(self, manifest: Manifest) -> Prepared:
         """Check that what arrives can be built here, and decode all that is not payload.

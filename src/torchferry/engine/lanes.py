@@ -68,16 +68,8 @@ class Runner(Protocol):
         """Wait a little for what was given up, so that no more is left behind than must be."""
 
 
-def run_lanes(
-    link: Link,
-    lanes: Sequence[Lane[T]],
-    rules: Rules,
-    runner: Runner,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
+def run_lanes(link: Link, lanes: Sequence[Lane[T]], rules: Rules, runner: Runner) -> None:
     """Run lanes side by side until each is over, by itself or given up. Errors stay in the lanes.
-
-    `meanwhile` is something that the caller does before it looks after them, for as long as that takes.
 
     Raises:
         BaseException: what interrupts the caller, such as KeyboardInterrupt; the link is broken off then,
@@ -86,8 +78,6 @@ def run_lanes(
     try:
         for lane in lanes:
             runner.start(lane, rules)
-        if meanwhile is not None:
-            meanwhile()
         while open_lanes := [lane for lane in lanes if not lane.over]:
             again_s = min(_look_after(lane, link, rules, runner.now_s()) for lane in open_lanes)
             if not any(lane.over for lane in open_lanes):

@@ -20,7 +20,6 @@ class Phases:
         self.deadline_s = now_s() + timeout_s
         self._what = what
         self._now_s = now_s
-        self._inner_s = 0.0
 
     def left_s(self) -> float:
         """Say how much time is left; 0 if none is."""
@@ -28,12 +27,8 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, peer: int | None = None) -> Iterator[None]:
-        """Time what happens inside, and give errors the phase and peer if they have none.
-
-        A phase in another counts for itself alone.
-        """
-        start, before_s = time.perf_counter(), self._inner_s
-        self._inner_s = 0.0
+        """Time what happens inside, and give errors the phase and peer if they have none."""
+        start = time.perf_counter()
         try:
             with timed(f"{self._what}: {name}"):
                 yield
@@ -43,8 +38,7 @@ class Phases:
             raise
         finally:
             seconds = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inner_s
-            self._inner_s = before_s + seconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 @contextmanager

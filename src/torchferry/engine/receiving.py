@@ -99,10 +99,11 @@ class _Transfer:
 
     def run(self) -> tuple[object, Report]:
         phases, peer = self._phases, self._peer
+        # Before the frame is there, for the sender is describing its state at the same time.
         with phases.phase("describe", peer):
             target = Target(self._terms.target, self._terms.site)
         with phases.phase("receive metadata", peer):
-            frame = self._receive_frame(target)
+            frame = self._receive_frame()
             envelope = self._terms.decode(frame, target.known)
             plan = _plan(envelope, target)
             self._route = _route(envelope, peer, self._terms)
@@ -135,19 +136,13 @@ class _Transfer:
                 say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble", 0.0), error))
             raise
 
-    def _receive_frame(self, target: Target) -> bytes:
-        """Receive the frame, and describe the target: the sender is describing its state at the same time."""
-
-        def describe() -> None:
-            with self._phases.phase("describe", self._peer):
-                target.describe()
-
+    def _receive_frame(self) -> bytes:
         meter = Meter(self._peer, "receive metadata", self._runner.now_s())
         with self._group.header("receive", self._peer, self._phases.left_s):
             self.at_rest = False
             steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
             lane = Lane(meter, steps)
-            self._run([lane], describe)
+            self._run([lane])
             return _outcome(lane)
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:
@@ -240,9 +235,8 @@ class _Transfer:
                 peer=self._peer,
             )
 
-    def _run(self, lanes: Sequence[Lane[Any]], meanwhile: Callable[[], None] | None = None) -> None:
-        rules = Rules(self._phases.deadline_s, self._terms.stall_s)
-        run_lanes(self._link, lanes, rules, self._runner, meanwhile)
+    def _run(self, lanes: Sequence[Lane[Any]]) -> None:
+        run_lanes(self._link, lanes, Rules(self._phases.deadline_s, self._terms.stall_s), self._runner)
 
     @contextmanager
     def _drained_on_refusal(self, envelope: Envelope, plan: Plan) -> Iterator[None]:

@@ -33,6 +33,11 @@ class Staging:
         for index, buffer in enumerate(self._free):
             if nbytes <= buffer.nbytes <= 2 * nbytes:
                 return self._free.pop(index)[:nbytes]
+        # Whatever mode the caller is in: the next who writes to it may be in another.
+        with torch.inference_mode(False):
+            return self._new(nbytes)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
         if self.pinned:
             # Not every accelerator has it, and there is only so much of it.
             with suppress(RuntimeError):
@@ -41,7 +46,8 @@ class Staging:
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Return a buffer that nothing uses any more."""
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(buffer.untyped_storage())
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(buffer.untyped_storage())
         if whole.nbytes < self._WORTH_KEEPING_BYTES:
             return
         self._free.append(whole)

@@ -107,7 +107,9 @@ class Container:
 
 def _open_mapping(name: str, extra: Callable[[Any], Value]) -> Callable[[Any], Opened]:
     def take_apart(mapping: Any) -> Opened:
-        return Opened(name, list(mapping.keys()), list(mapping.values()), extra(mapping))
+        # All at once: somebody may be changing it.
+        items = list(mapping.items())
+        return Opened(name, [k for k, _ in items], [v for _, v in items], extra(mapping))
 
     return take_apart
 

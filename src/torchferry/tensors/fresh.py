@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ class Fresh:
         """
         check_room(sum(manifest.storages), "the incoming state")
         self.tensors: dict[int, torch.Tensor] = {}
+        # Tensors are made in a thread of their own, which does not know of the caller's mode.
+        self._inference = torch.is_inference_mode_enabled()
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
 
@@ -112,14 +115,8 @@ class Fresh:
         if looks[0] is None:
             return False
         try:
-            items = flat.cpu().view(DTYPES[looks[0].dtype])
-            if looks.count(looks[0]) == len(looks):
-                made = _unbind_copy(items.view(len(shapes), *shapes[0]))
-            else:
-                made = _split_copy(items, list(map(prod, shapes)))
-                for tensor, shape in zip(made, shapes, strict=True):
-                    if len(shape) != 1:
-                        tensor.resize_(shape)
+            with torch.inference_mode(self._inference):
+                made = _copies(flat.cpu().view(DTYPES[looks[0].dtype]), shapes)
         except RuntimeError:
             # They do not begin at a multiple of their size. Or there is no memory, which is found out again.
             return False
@@ -164,6 +161,17 @@ class Fresh:
         return StateError(f"no memory for the {total} bytes of the incoming state: {error}")
 
 
+def _copies(items: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    """Make tensors of these shapes, each in memory of its own, out of items that lie one after the other."""
+    if shapes.count(shapes[0]) == len(shapes):
+        return _unbind_copy(items.view(len(shapes), *shapes[0]))
+    made = _split_copy(items, list(map(prod, shapes)))
+    for tensor, shape in zip(made, shapes, strict=True):
+        if len(shape) != 1:
+            tensor.resize_(shape)
+    return made
+
+
 def _dtype(pair: tuple[_Look | None, Chunk]) -> str | None:
     return pair[0].dtype if pair[0] else None
 
@@ -179,5 +187,5 @@ def _fills(spec: TensorSpec, nbytes: int) -> _Look | None:
         return None
     if not seen.items * spec.itemsize == seen.run_bytes == nbytes:
         return None
-    as_new = torch.empty((0, *spec.shape)).stride()[1:]
+    as_new = tuple(accumulate(reversed(spec.shape[1:]), mul, initial=1))[::-1] if spec.shape else ()
     return _Look(spec.dtype, spec.shape) if as_new == spec.stride else None

@@ -203,7 +203,12 @@ def check_dtype(spec: TensorSpec) -> None:
 
 
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
-    """Give a plain piece as the bytes in memory themselves."""
+    """Give a plain piece as the bytes in memory themselves.
+
+    Raises:
+        StateError: they are not there any more.
+    """
+    _check_held(memory, piece)
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
@@ -286,12 +291,26 @@ def _pattern(memory: Memory, piece: Extent, buffer: torch.Tensor) -> torch.Tenso
     """View a piece as a tensor of the widest words that fit all its numbers.
 
     The buffer's start is one of them: it may be some local tensor's memory, and lie anywhere.
+
+    Raises:
+        StateError: the piece is not there any more.
     """
+    _check_held(memory, piece)
     steps = [step for _, step in piece.repeats]
     word = gcd(8, memory.base + piece.offset, int(buffer.storage_offset()), piece.run_bytes, *steps)
     shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
     stride = (*(step // word for step in steps), 1)
     return strided(memory, _WORDS[word], piece.offset, shape, stride)
+
+
+def _check_held(memory: Memory, piece: Extent) -> None:
+    """Check that a storage was not freed since it was described: torch would quietly give it new memory."""
+    end = memory.base + piece.end
+    if end > memory.storage.nbytes():
+        raise StateError(
+            f"the memory of a tensor was freed during the transfer: its storage holds "
+            f"{memory.storage.nbytes()} bytes of the {end} that are used"
+        )
 
 
 def _flat(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import repeat
-from operator import gt
+from operator import add, gt, le
 from typing import cast
 
 import torch
@@ -200,10 +200,14 @@ class StorageTable:
 
 def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
     """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
-    starts, order = torch.tensor(list(map(torch.UntypedStorage.data_ptr, storages)), dtype=torch.int64).sort()
-    ends = starts + torch.tensor(held, dtype=torch.int64)[order]
+    # Without torch's sort, which would be done wherever the user has torch do things by default.
+    addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+    size_at = dict(zip(addresses, held, strict=True))
     # Some that have no memory are all at 0, and are told apart one by one.
-    return bool((ends[:-1] <= starts[1:]).all()) and bool((starts[:-1] < starts[1:]).all())
+    if len(size_at) < len(addresses):
+        return False
+    starts = sorted(addresses)
+    return all(map(le, map(add, starts, map(size_at.__getitem__, starts)), starts[1:]))
 
 
 def _shared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torchferry.errors import (
     TargetTorn,
     UnknownType,
 )
+from torchferry.tensors import registry
 from torchferry.testing import MemoryNetwork
 
 
@@ -56,6 +58,22 @@ def raising() -> object:
     raise KeyError("the callback's own")
 
 
+class Checked:
+    """A field that takes nothing but tensors, and complains in its own way."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return None if instance is None else instance.__dict__["field"]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        assert isinstance(value, torch.Tensor)
+        instance.__dict__["field"] = value
+
+
+@dataclasses.dataclass
+class Particular:
+    field: Checked = Checked()
+
+
 @pytest.mark.parametrize(
     ("terms", "error"),
     [
@@ -70,6 +88,16 @@ def test_a_refusal_takes_every_message_so_that_the_sender_finishes(
     network = sent(STATE, step=3)
     with pytest.raises(error):
         receive(network, **terms)
+    assert waiting_messages(network) == 0
+
+
+def test_what_can_not_be_worked_out_ahead_is_no_trouble_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_types", {})
+    registry.register(Particular)
+    local = {**STATE, "c": Particular(torch.ones(2))}
+    network = sent(STATE)
+    with pytest.raises(StateMismatch, match=r"c\.field"):
+        receive(network, target=lambda: local)
     assert waiting_messages(network) == 0
 
 
@@ -129,8 +157,6 @@ def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
 
 def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     import collections
-
-    from torchferry.tensors import registry
 
     point = collections.namedtuple("point", "x y")
     monkeypatch.setattr(registry, "_types", {})
@@ -219,8 +245,6 @@ def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
 
 def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
     import collections
-
-    from torchferry.tensors import registry
 
     point = collections.namedtuple("point", "x y")
     monkeypatch.setattr(registry, "_types", {})

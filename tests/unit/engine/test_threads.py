@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -37,11 +38,15 @@ def ctrl_c_before_line(number: int) -> Iterator[None]:
         return trace
 
     before = sys.gettrace()
+    # Finalizers of what other tests have left would be counted, and interrupted, too.
+    gc.collect()
+    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 @pytest.mark.parametrize("number", range(1, 40))

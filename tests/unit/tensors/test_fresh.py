@@ -124,3 +124,12 @@ def test_no_memory_for_small_tensors_is_said_and_the_sender_finishes(monkeypatch
 def test_only_what_goes_straight_is_set_aside_before() -> None:
     state = [torch.zeros(1 << 20), *(torch.zeros(10) for _ in range(COUNT))]
     assert make_plan(describe(state).manifest).unpacked_storages() == {0}
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_under_inference_mode_all_of_it_is_inference_tensors(mode: bool) -> None:
+    state = [torch.zeros(1 << 20), *(torch.full((10,), float(n)) for n in range(COUNT))]
+    with torch.inference_mode(mode):
+        received = ferried(state)
+    assert isinstance(received, list)
+    assert {tensor.is_inference() for tensor in received} == {mode}

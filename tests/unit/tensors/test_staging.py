@@ -185,3 +185,11 @@ class TestStagingForAnAccelerator:
         end.keep(locked)
         assert end.staging(torch.device("cpu"), pinned=True) is locked
         assert end.staging(torch.device("cpu")) is plain
+
+
+def test_what_was_staged_under_inference_mode_can_be_written_to_without() -> None:
+    end = group.Group()
+    with torch.inference_mode():
+        buffers = end.staging(torch.device("cpu"))
+        buffers.give_back(buffers.take(MiB))
+    buffers.take(MiB).fill_(1)

@@ -10,7 +10,10 @@ import torch
 
 from tests.support.equality import assert_same
 from tests.support.transfer import ferry
-from torchferry.errors import StateMismatch
+from torchferry.core.plan import make_plan
+from torchferry.errors import StateError, StateMismatch
+from torchferry.tensors.describe import describe
+from torchferry.tensors.memory import gather, run_of
 
 
 def test_views_of_one_storage_cost_each_byte_once_and_stay_views() -> None:
@@ -193,3 +196,24 @@ def test_an_empty_view_does_not_bring_its_storage_along() -> None:
     ferried = ferry({"none": base[10:10], "some": base[20:22]})
     assert_same({"none": base[10:10], "some": base[20:22]}, ferried.state)
     assert ferried.state["some"].untyped_storage().nbytes() == 8
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_where_torch_does_things_by_default_is_no_matter(device: str) -> None:
+    state = {str(n): torch.full((10,), float(n)) for n in range(100)}
+    with torch.device(device):
+        described = describe(state)
+    assert described.manifest == describe(state).manifest
+
+
+@pytest.mark.parametrize("count", [1, 2, 100])
+def test_memory_that_is_freed_after_all_is_an_error_and_stays_freed(count: int) -> None:
+    state = [torch.full((1000,), float(n)) for n in range(count)]
+    described = describe(state)
+    pieces = make_plan(described.manifest).extents
+    state[-1].untyped_storage().resize_(0)
+    with pytest.raises(StateError, match="0 bytes of the 4000 that are used"):
+        gather(described.memories, pieces, torch.empty(4000 * count, dtype=torch.uint8))
+    with pytest.raises(StateError, match="freed during the transfer"):
+        run_of(described.memories[-1], pieces[-1])
+    assert state[-1].untyped_storage().nbytes() == 0
