@@ -38,17 +38,23 @@ def ctrl_c_before_line(number: int) -> Iterator[None]:
         return trace
 
     before = sys.gettrace()
-    # Finalizers of what other tests have left would be counted, and interrupted, too.
-    gc.collect()
-    gc.disable()
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
-        gc.enable()
 
 
+@pytest.fixture
+def _nothing_is_collected() -> Iterator[None]:
+    """Finalizers of what other tests have left would be counted, and interrupted, too."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("number", range(1, 40))
 def test_ctrl_c_at_any_line_of_a_sleep_is_nothing_but_ctrl_c(number: int) -> None:
     runner, lane = ThreadRunner(), one_lane()
