@@ -104,5 +104,9 @@ class TestASystemThat:
 
 def test_systems_take_turns_and_warm_up_first(pair: Cluster) -> None:
     first, second = pair.run(order)
-    assert first == [FERRY, MEMCPY] * 3
+    rounds = [first[n : n + 2] for n in range(0, len(first), 2)]
+    assert len(rounds) == 3
+    assert all(sorted(one) == sorted([FERRY, MEMCPY]) for one in rounds)
+    assert [FERRY, MEMCPY] in rounds, "nobody is always the first"
+    assert [MEMCPY, FERRY] in rounds
     assert second == []

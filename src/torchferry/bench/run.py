@@ -7,6 +7,7 @@ alike.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,7 @@ class _Stage:
         self._open_all(entrants, case, assembly, state)
         # Number 0 warms up.
         for number in range(self._plan.repeats + 1):
-            for entrant in entrants:
+            for entrant in _shuffled(entrants, number):
                 if entrant.wants(number):
                     self._take(assembly, case, entrant, number)
                     if entrant.failed:
@@ -266,6 +267,15 @@ class _Stage:
             for theirs in everyones
             for name, reason in msgspec.json.decode(theirs, type=dict[str, str]).items()
         }
+
+
+def _shuffled(entrants: list[_Entrant], number: int) -> list[_Entrant]:
+    """Give every round an order of its own, the same on all ranks: who comes after whom makes a difference.
+
+    Memory that one has just given back is there at once for the next; what nobody has used for a while the
+    system, or the host behind it, has to find first.
+    """
+    return random.Random(number).sample(entrants, len(entrants))
 
 
 def _close(entrant: _Entrant) -> None:

@@ -7,9 +7,9 @@ from torchferry.bench.results import Judgement, Series
 # What the figures mean, for those who read them.
 _METHOD = """
 Rank 0 sends, the others receive, each a process of its own. All start together after a barrier; a take
-lasts until the last side is done. Systems take turns (A B C A B C …), so that what else the machine does
-happens to all of them alike. The first round warms up and is not counted; what takes longer than eight
-seconds in it is not repeated.
+lasts until the last side is done. Systems take turns, in every round in another order, so that what else the
+machine does happens to all of them alike, and nobody is always the one who comes after the same other. The
+first round warms up and is not counted; what takes longer than eight seconds in it is not repeated.
 
 After each take, outside the time, every tensor that arrived is compared with the one that was sent, bit
 for bit, by digests of 128 bits. Memory that is received into is overwritten with a pattern before each
