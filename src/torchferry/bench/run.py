@@ -1,7 +1,7 @@
 """The run itself, the same on every rank: case by case, the systems in turn, again and again.
 
-Systems are interleaved (A B C A B C …), so that what else happens on the machine happens to all of them
-alike.
+Systems are interleaved, in every round in another order, so that what else happens on the machine happens to
+all of them alike.
 """
 
 from __future__ import annotations
