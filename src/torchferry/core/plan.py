@@ -26,8 +26,8 @@ hashed on the way: smaller ones cost more calls, larger ones have left the cache
 chunk is what staging has to hold, so it bounds memory too."""
 
 RELAY_CHUNK_BYTES = 1 << 20
-"""The same where receivers forward: the last of six has its first byte five chunks after the first has. Half of
-it was measured, and is slower: seven processes on two cores have enough to do with these."""
+"""The same where receivers forward: the last of six has its first byte five chunks after the first has. Half
+of it was measured, and is slower: seven processes on two cores have enough to do with these."""
 
 MAX_CHUNK_BYTES = 1 << 30
 """The largest chunk that a peer may ask for: staging has to hold one."""
