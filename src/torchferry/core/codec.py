@@ -184,10 +184,8 @@ def decode(data: bytes, known: Known | None = None) -> Envelope:
 
 def _recognise(body: memoryview, known: Known) -> Envelope:
     packed = _packed_decoder.decode(body)
-    root, parts = (
-        packed.manifest.root,
-        {name: bytes(getattr(packed.manifest, name)) for name in _part_decoders},
-    )
+    root = packed.manifest.root
+    parts = {name: bytes(getattr(packed.manifest, name)) for name in _part_decoders}
     if root == known.manifest.root and parts == known.parts:
         manifest = known.manifest
     else:

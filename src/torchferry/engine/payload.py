@@ -131,6 +131,10 @@ class _Receiving:
             try:
                 self._put(message, buffer, rest)
             except StateError as error:
+                if self._payload.ground.is_local:
+                    # Whatever has arrived, it is not where it belongs.
+                    self._meter.verified.difference_update(range(message.first, message.end))
+                    raise
                 # There is no room for it, but the sender is still left to finish.
                 self._arrival.refusal = error
 

@@ -38,6 +38,11 @@ class Ground:
         return cls(Manifest(0, (), (), (), ()))
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is a local state's."""
+        return self._target is not None
+
+    @property
     def is_all_cpu(self) -> bool:
         """Whether all of it is in the CPU's memory, as what is fresh always is."""
         return self._target is None or self._target.is_all_cpu

@@ -214,22 +214,32 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
-    plain = _addresses(memories, pieces, buffer)
-    if plain is None:
-        _each(load, memories, pieces, buffer)
-    else:
-        here, there, sizes = plain
-        _exhaust(map(_copy_bytes, there, here, sizes))
+    _copy(load, memories, pieces, buffer)
 
 
 def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
+    _copy(store, memories, pieces, buffer)
+
+
+def _copy(
+    copy_one: Callable[[Memory, Extent, torch.Tensor], None],
+    memories: Sequence[Memory],
+    pieces: Sequence[Extent],
+    buffer: torch.Tensor,
+) -> None:
+    """Copy every piece as `copy_one` does, all at once if they are plain."""
     plain = _addresses(memories, pieces, buffer)
-    if plain is None:
-        _each(store, memories, pieces, buffer)
-    else:
+    if plain is not None:
         here, there, sizes = plain
-        _exhaust(map(_copy_bytes, here, there, sizes))
+        to, origin = (here, there) if copy_one is store else (there, here)
+        _exhaust(map(_copy_bytes, to, origin, sizes))
+        return
+    position = 0
+    for memory, piece in zip(memories, pieces, strict=True):
+        nbytes = piece.nbytes
+        copy_one(memory, piece, buffer[position : position + nbytes])
+        position += nbytes
 
 
 _copy_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -260,19 +270,6 @@ def _addresses(
     here = list(map(add, starts, [memory.storage.data_ptr() for memory in memories]))
     there = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
     return here, there, sizes
-
-
-def _each(
-    copy: Callable[[Memory, Extent, torch.Tensor], None],
-    memories: Sequence[Memory],
-    pieces: Sequence[Extent],
-    buffer: torch.Tensor,
-) -> None:
-    position = 0
-    for memory, piece in zip(memories, pieces, strict=True):
-        nbytes = piece.nbytes
-        copy(memory, piece, buffer[position : position + nbytes])
-        position += nbytes
 
 
 def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:

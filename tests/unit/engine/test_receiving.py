@@ -24,6 +24,7 @@ from torchferry.errors import (
     UnknownType,
 )
 from torchferry.tensors import registry
+from torchferry.tensors.landing import Ground
 from torchferry.testing import MemoryNetwork
 
 
@@ -270,3 +271,23 @@ def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str)
     with pytest.raises(TargetTorn, match=r"s: a (sparse|compressed) that can't be put together") as raised:
         receive(sent(state), target=lambda: local)
     assert isinstance(raised.value.__cause__, BadManifest)
+
+
+def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {f"t{n:03}": torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
+    original, calls = Ground.put_alike, []
+
+    def freed_at_the_second(self: Ground, chunks: Any, buffer: Any) -> None:
+        calls.append(len(chunks))
+        if len(calls) == 2:
+            raise StateError("the memory of a tensor was freed during the transfer")
+        original(self, chunks, buffer)
+
+    monkeypatch.setattr(Ground, "put_alike", freed_at_the_second)
+    local = {key: torch.zeros_like(value) for key, value in state.items()}
+    with pytest.raises(TargetTorn, match="freed") as raised:
+        receive(sent(state, ahead_bytes=1 << 30), target=lambda: local)
+    assert len(raised.value.whole) == calls[0]
+    assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
