@@ -20,7 +20,7 @@ from tests.bench.samples import a_whole_run
 from torchferry import cli
 from torchferry.bench.results import Results, read_json, write_json
 from torchferry.bench.systems import SYSTEMS
-from torchferry.bench.works import FERRY, Size, works
+from torchferry.bench.works import FERRY, METADATA, Size, works
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "torchferry.cli", "bench"]
@@ -105,6 +105,13 @@ class TestTheSmallestRun:
         needed = results.of("views")[0].state_bytes
         assert needed <= (wire[FERRY] or 0) < 1.1 * needed
         assert (wire["torch-pg"] or 0) > 9 * needed
+
+    def test_gives_a_rate_to_what_moves_something(self, smoke: Smoke) -> None:
+        still = {one.system for one in smoke.results.series if one.takes and not one.bytes_per_second}
+        assert still == {METADATA}
+        lines = [line.split() for line in smoke.printed.splitlines() if METADATA in line.split()]
+        assert lines
+        assert not [line for line in lines if any(word.endswith("/s") for word in line)]
 
     def test_writes_the_page_and_the_document(self, smoke: Smoke) -> None:
         results, printed, folder = smoke.results, smoke.printed, smoke.folder

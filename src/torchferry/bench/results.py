@@ -41,6 +41,7 @@ class Series(msgspec.Struct, frozen=True):
     problem: str | None = None
     # Whether the system was at fault, or is simply not made for this.
     failed: bool = False
+    # What every receiver gets; none if nothing is moved.
     state_bytes: int = 0
     tensors: int = 0
     receivers: int = 1

@@ -141,7 +141,7 @@ class _Entrant:
             takes=tuple(self.takes or only),
             problem=self.problem,
             failed=self.failed,
-            state_bytes=case.recipe.needed_bytes,
+            state_bytes=case.recipe.needed_bytes if self.system.moves else 0,
             tensors=case.recipe.tensors,
             receivers=case.receivers,
             in_place=case.in_place,

@@ -100,7 +100,7 @@ def say_series(series: Series, baseline: Series | None) -> list[str] | None:
     return [
         say_seconds(spread.median),
         f"{spread.noise:.0%}" if len(series.takes) > 1 else "one take",
-        say_rate(series.bytes_per_second or 0.0),
+        say_rate(series.bytes_per_second) if series.bytes_per_second else "",
         say_bytes(max(wires)) if wires else "",
         say_bytes(max(peaks)) if peaks else "",
         say_comparison(series, baseline),

@@ -70,8 +70,9 @@ class System:
     """One of those that are compared. Every rank of a case opens it at the same time.
 
     `kind` is "ferry", "peer", "disk" or "limit". `wired` says whether its bytes go by TCP sockets that stay
-    open, so that they can be counted. `missing` says what has to be installed first, `refuses` why it can't
-    do a case, given whether all ranks are on one host; None if there is nothing to say.
+    open, so that they can be counted; `moves`, whether it moves the state, and so has a rate. `missing` says
+    what has to be installed first, `refuses` why it can't do a case, given whether all ranks are on one
+    host; None if there is nothing to say.
     """
 
     name: str
@@ -79,5 +80,6 @@ class System:
     kind: str
     open: Callable[[Site], Session]
     wired: bool = True
+    moves: bool = True
     missing: Callable[[], str | None] = lambda: None
     refuses: Callable[[Case, bool], str | None] = lambda case, one_host: None

@@ -63,4 +63,4 @@ def _packed(state: Description, plan: Plan, message: Message) -> torch.Tensor:
     return buffer
 
 
-SYSTEMS = (System(METADATA, "torchferry's work on metadata", "ferry", _open, wired=False),)
+SYSTEMS = (System(METADATA, "torchferry's work on metadata", "ferry", _open, wired=False, moves=False),)
