@@ -15,12 +15,11 @@ from msgspec.structs import replace
 from torchferry.core.codec import show_form
 from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
 from torchferry.core.grids import one_map
-from torchferry.core.manifest import OPAQUE, VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import show_name
 from torchferry.core.tree import Path, format_path, occurrences
 from torchferry.errors import Mismatch
 
-PICKLED = "pickled"
 _VALUES = frozenset({VALUE, OPAQUE, PICKLED})
 _PARTS_SHOWN = 4
 

@@ -111,5 +111,8 @@ MAX_DIMS = 128
 VALUE = "value"
 """The kind of a leaf that has no tensors: its `traits` are the value."""
 
+PICKLED = "pickled"
+"""The kind of a leaf outside the closed set: its `traits` are a pickle."""
+
 OPAQUE = "opaque"
 """The kind of a local leaf that could not be described. Never on the wire."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def truth(
     places when all is there, so they are not whole for having arrived. `kept` is None if it is all of them.
     """
     fates: dict[int, set[str]] = {}
-    users = users_of(plan.extents, manifest)
+    users = _users(plan.extents, manifest)
     for number, chunk in enumerate(plan.chunks):
         fate = "torn" if number < posted else "untouched"
         fate = "whole" if number in verified else fate
@@ -54,14 +55,25 @@ def truth(
 
 
 def paths_of(manifest: Manifest, extents: Sequence[Extent], numbers: Collection[int]) -> list[str]:
-    """Name the leaves that have bytes in the given extents; all, if it would take too long to find out."""
-    try:
-        users = users_of(extents, manifest)
-        tensors = {tensor for number in numbers for tensor in users[number]}
-    except TooIntricate:
-        tensors = set(range(len(manifest.tensors)))
+    """Name the leaves that have bytes in the given extents, or in storages too intricate to tell."""
+    users = _users(extents, manifest)
+    tensors = {tensor for number in numbers for tensor in users[number]}
     return [
         format_path(path)
         for path, leaf in occurrences(manifest)
         if tensors.intersection(manifest.leaves[leaf].parts)
     ]
+
+
+def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
+    """For each extent, list the tensors that have bytes in it; all of its storage if that takes too long.
+
+    Then more is called torn than is, but never less.
+    """
+    try:
+        return users_of(extents, manifest)
+    except TooIntricate:
+        by_storage: defaultdict[int, list[int]] = defaultdict(list)
+        for number, spec in enumerate(manifest.tensors):
+            by_storage[spec.storage].append(number)
+        return [by_storage[extent.storage] for extent in extents]

@@ -6,7 +6,7 @@ A path is the tuple of keys from the root. Two paths are the same place only if 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchferry.core.manifest import Branch, Manifest, Special, Value
@@ -27,13 +27,17 @@ class Occurrence(NamedTuple):
 
 def occurrences(manifest: Manifest) -> list[Occurrence]:
     """List every place of the tree in order, with its leaf."""
-    found: list[Occurrence] = []
+    return [Occurrence(path, child) for path, child in _places(manifest) if child >= 0]
+
+
+def _places(manifest: Manifest) -> Iterator[tuple[Path, int]]:
+    """Go through the tree in order, and give what stands where: the leaf c, or for c < 0 the branch ~c."""
     # A stack of (path, child); children are pushed in reverse so that they come off in order.
     stack: list[tuple[Path, int]] = [((), manifest.root)]
     while stack:
         path, child = stack.pop()
+        yield path, child
         if child >= 0:
-            found.append(Occurrence(path, child))
             continue
         branch = manifest.branches[~child]
         keys = keys_of(branch)
@@ -41,7 +45,6 @@ def occurrences(manifest: Manifest) -> list[Occurrence]:
             ((*path, key), grandchild)
             for key, grandchild in zip(reversed(keys), reversed(branch.children), strict=True)
         )
-    return found
 
 
 def keys_of(branch: Branch) -> Sequence[Value]:
@@ -94,9 +97,9 @@ def rebuild_places(
     return top[0]
 
 
-def path_of(manifest: Manifest, leaf: int) -> Path:
-    """Give the first place where a leaf stands."""
-    return next(occurrence.path for occurrence in occurrences(manifest) if occurrence.leaf == leaf)
+def path_of(manifest: Manifest, child: int) -> Path:
+    """Give the first place where the leaf `child` stands, or for a negative one the branch ~child."""
+    return next(path for path, found in _places(manifest) if found == child)
 
 
 def format_path(path: Sequence[Any]) -> str:

@@ -18,7 +18,6 @@ from torchferry.core.plan import (
     PACK_FROM,
     RELAY_CHUNK_BYTES,
     WINDOW_BYTES,
-    Chunk,
     Message,
     Plan,
     TooManyMessages,
@@ -36,7 +35,7 @@ from torchferry.engine.threads import ThreadRunner
 from torchferry.errors import StateError, Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
-from torchferry.tensors.memory import gather, run_of
+from torchferry.tensors.memory import CPU, gather, run_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ class Cargo:
     digests: list[int | None]
     samples: list[list[int]] = field(default_factory=list)
     changed: set[int] = field(default_factory=set)
+
+    @property
+    def is_hashed_ahead(self) -> bool:
+        """Whether all of it was hashed before anything was sent, because there is little of it."""
+        return self.envelope.digests is not None
 
     def frame(self, peer: int) -> bytes:
         """Encode the frame that one peer is sent."""
@@ -133,31 +137,39 @@ class Cargo:
         """List the extents that were changed since they were described, or read, as far as that can be told.
 
         Torch counts what it writes. What goes round its counters (`.data`, an array over the same memory) is
-        looked for at both ends of every message; and what has no counter at all is read again, all of it.
+        looked for at both ends of every message. What has no counter at all is read again, all of it; and so
+        is a state that is small enough to have been hashed before it was sent.
         """
         tensors = self.source.manifest.tensors
         found: set[int] = set()
         if storages := {tensors[number].storage for number in self.source.changed_tensors()}:
             found.update(n for n, extent in enumerate(self.plan.extents) if extent.storage in storages)
-        uncounted = {tensors[number].storage for number in self.source.uncounted}
-        for message, sample in zip(self.plan.messages, self.samples, strict=False):
+        for message, sample in zip(self.plan.messages, self.samples, strict=bool(self.samples)):
             if sample != self._sample(message):
                 ends = self.plan.chunks[message.first], self.plan.chunks[message.end - 1]
                 found.update(chunk.extent for chunk in ends)
-            if uncounted and self.digests[message.first] is not None:
-                chunks = self.plan.chunks_of(message)
-                known = self.digests[message.first : message.end]
-                found.update(
-                    chunk.extent
-                    for chunk, digest in zip(chunks, known, strict=True)
-                    if chunk.piece.storage in uncounted and self._read(chunk) != digest
-                )
+        uncounted = {tensors[number].storage for number in self.source.uncounted}
+        for message in self.plan.messages if uncounted or self.is_hashed_ahead else ():
+            found |= self._differing(message, None if self.is_hashed_ahead else uncounted)
         return found
 
-    def _read(self, chunk: Chunk) -> int:
-        buffer = torch.empty(chunk.nbytes, dtype=torch.uint8)
-        gather([self.source.memories[chunk.piece.storage]], [chunk.piece], buffer)
-        return digests(buffer, [chunk.nbytes])[0]
+    def _differing(self, message: Message, storages: set[int] | None) -> set[int]:
+        """List the extents in a message whose bytes, read again, are not those that were hashed.
+
+        Of these storages, if it is not to be all of them.
+        """
+        chunks = self.plan.chunks_of(message)
+        known = self.digests[message.first : message.end]
+        if None in known or (storages is not None and storages.isdisjoint(c.piece.storage for c in chunks)):
+            return set()
+        pieces = [chunk.piece for chunk in chunks]
+        buffer = torch.empty(message.nbytes, dtype=torch.uint8, device=CPU)
+        try:
+            gather([self.source.memories[piece.storage] for piece in pieces], pieces, buffer)
+        except StateError:
+            return {chunk.extent for chunk in chunks}
+        now = digests(buffer, [chunk.nbytes for chunk in chunks])
+        return {chunk.extent for chunk, old, new in zip(chunks, known, now, strict=True) if old != new}
 
     def has_changed(self) -> bool:
         """Look for changes, and say whether there are any."""

@@ -37,7 +37,8 @@ class Group:
     def staging(self, device: torch.device, *, pinned: bool = False) -> Staging:
         """Give memory to stage in: an earlier transfer's, if that has left any."""
         with self._lock:
-            return self._stagings.pop((device, pinned), None) or Staging(device, pinned=pinned)
+            new = Staging(device, pinned=pinned)
+            return self._stagings.pop((device, new.pinned), new)
 
     def keep(self, staging: Staging) -> None:
         """Keep a transfer's staging for the next; one is enough."""

@@ -199,6 +199,7 @@ class _Transfer:
         self._run([lane, forwarding])
         arrival = _outcome(lane)
         if forwarding.error is None:
+            self._group.keep(staging)
             return arrival, None
         if isinstance(forwarding.error, FerryError):
             note_progress(forwarding.error, onward, envelope.manifest, plan)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from torchferry.core.compare import PICKLED, Comparison
-from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.compare import Comparison
+from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, PickleRefused
@@ -81,7 +81,17 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
             owner = next((n for n, leaf in enumerate(manifest.leaves) if number in leaf.parts), None)
             # Those of no leaf are made, too.
             raise error if owner is None else _at(path_of(manifest, owner), error) from None
-    return Prepared(manifest, [Container(branch) for branch in manifest.branches], values)
+    return Prepared(manifest, _containers(manifest), values)
+
+
+def _containers(manifest: Manifest) -> list[Container]:
+    found: list[Container] = []
+    for branch in manifest.branches:
+        try:
+            found.append(Container(branch))
+        except FerryError as error:
+            raise _at(path_of(manifest, ~len(found)), error) from None
+    return found
 
 
 def _check_leaf(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:

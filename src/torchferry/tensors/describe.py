@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchferry.core.compare import PICKLED
-from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest, Value
+from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, format_path
 from torchferry.errors import Unsendable
 from torchferry.tensors.branches import open_branch

@@ -106,7 +106,8 @@ def prefer_huge_pages(memory: Memory) -> None:
     # Only pages that are this memory's alone: the rest is somebody else's to decide on.
     start = -(-first // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     end = (first + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    _madvise(start, end - start, _MADV_HUGEPAGE)
+    if start < end:
+        _madvise(start, end - start, _MADV_HUGEPAGE)
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:
@@ -214,27 +215,25 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
-    _copy(load, memories, pieces, buffer)
+    _copy(memories, pieces, buffer, into_buffer=True)
 
 
 def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
-    _copy(store, memories, pieces, buffer)
+    _copy(memories, pieces, buffer, into_buffer=False)
 
 
 def _copy(
-    copy_one: Callable[[Memory, Extent, torch.Tensor], None],
-    memories: Sequence[Memory],
-    pieces: Sequence[Extent],
-    buffer: torch.Tensor,
+    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
 ) -> None:
-    """Copy every piece as `copy_one` does, all at once if they are plain."""
+    """Copy every piece, all at once if they are plain."""
     plain = _addresses(memories, pieces, buffer)
     if plain is not None:
         here, there, sizes = plain
-        to, origin = (here, there) if copy_one is store else (there, here)
+        to, origin = (there, here) if into_buffer else (here, there)
         _exhaust(map(_copy_bytes, to, origin, sizes))
         return
+    copy_one = load if into_buffer else store
     position = 0
     for memory, piece in zip(memories, pieces, strict=True):
         nbytes = piece.nbytes

@@ -1,7 +1,7 @@
 """The kit that every link has to pass, ours and others'.
 
-Call `check_link` in a test with two ends of a link that talk to each other, each in whatever process or
-thread it needs: it returns two functions, one to run at each end, at the same time.
+`check_link` gives two functions, one for each end of a link. Run them at the same time, each in whatever
+process or thread its end needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchferry.errors import LinkTimeout
+from torchferry.errors import LinkError, LinkTimeout
 from torchferry.links.base import Link
 
 _SIZES = (1, 3, 4096, 1 << 20, (8 << 20) + 1)
@@ -24,17 +24,55 @@ def check_link(*, timeout_s: float = 10.0) -> tuple[Callable[[Link, int], None],
     """
 
     def sending(link: Link, peer: int) -> None:
+        ask_about_itself(link)
+        probe_the_living(link, peer)
+        if link.sends_short:
+            send_short(link, peer, timeout_s)
         send_sizes(link, peer, timeout_s)
         send_out_of_order(link, peer, timeout_s)
         send_many(link, peer, timeout_s)
 
     def receiving(link: Link, peer: int) -> None:
+        ask_about_itself(link)
+        probe_the_living(link, peer)
+        if link.sends_short:
+            receive_short(link, peer, timeout_s)
         receive_sizes(link, peer, timeout_s)
         receive_by_tag(link, peer, timeout_s)
         receive_many(link, peer, timeout_s)
         receive_nothing(link, peer)
+        break_off(link, peer)
 
     return sending, receiving
+
+
+def ask_about_itself(link: Link) -> None:
+    """It says of any device whether it takes memory there, and whether messages may be short."""
+    for device in {link.device, torch.device("cpu"), torch.device("meta")}:
+        assert isinstance(link.takes(device), bool), f"takes({device}) does not say yes or no"
+    assert not link.takes(torch.device("meta")), "it takes memory that is none"
+    assert isinstance(link.sends_short, bool), "sends_short does not say yes or no"
+
+
+def probe_the_living(link: Link, peer: int) -> None:
+    """A peer that is there is not called gone."""
+    try:
+        link.probe(peer)
+    except LinkError as error:
+        raise AssertionError(f"a peer that is there was called gone: {error}") from error
+
+
+def send_short(link: Link, peer: int, timeout_s: float) -> None:
+    """Send less than the other end has room for, if the link says that this may be."""
+    link.send(_bytes(link, 5, 100), peer, _TAG + 50).wait(timeout_s)
+
+
+def receive_short(link: Link, peer: int, timeout_s: float) -> None:
+    """What is shorter than its buffer fills the beginning of it, and nothing else."""
+    buffer = torch.zeros(4096, dtype=torch.uint8, device=link.device)
+    link.recv(buffer, peer, _TAG + 50).wait(timeout_s)
+    assert torch.equal(buffer[:100], _bytes(link, 5, 100)), "a short message arrived changed"
+    assert not buffer[100:].any(), "a short message wrote more than it has"
 
 
 def send_sizes(link: Link, peer: int, timeout_s: float) -> None:
@@ -85,13 +123,25 @@ def receive_many(link: Link, peer: int, timeout_s: float) -> None:
 
 
 def receive_nothing(link: Link, peer: int) -> None:
-    """A wait for what never comes ends in time, as a LinkTimeout. Last, for it may break the link."""
+    """A wait for what never comes ends in time, as a LinkTimeout. It may break the link."""
     buffer = torch.zeros(10, dtype=torch.uint8, device=link.device)
     try:
         link.recv(buffer, peer, _TAG + 9999).wait(0.2)
     except LinkTimeout:
         return
     raise AssertionError("a receive that nobody answers did not raise LinkTimeout")
+
+
+def break_off(link: Link, peer: int) -> None:
+    """Breaking off raises nothing, whatever has happened before, and nothing arrives any more. Last."""
+    link.break_off(peer)
+    link.break_off(peer)
+    buffer = torch.zeros(10, dtype=torch.uint8, device=link.device)
+    try:
+        link.recv(buffer, peer, _TAG + 9998).wait(0.2)
+    except LinkError:
+        return
+    raise AssertionError("a message arrived over a link that was broken off")
 
 
 def _bytes(link: Link, seed: int, nbytes: int) -> torch.Tensor:

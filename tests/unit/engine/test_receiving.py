@@ -162,10 +162,11 @@ def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: 
     point = collections.namedtuple("point", "x y")
     monkeypatch.setattr(registry, "_types", {})
     registry.register(point)
-    network = sent({"at": point(1, torch.ones(2))})
+    network = sent({"first": [1], "model": {"at": point(1, torch.ones(2))}})
     registry._types.clear()
-    with pytest.raises(UnknownType, match="point"):
+    with pytest.raises(UnknownType, match=r"model\.at: .*point") as raised:
         receive(network)
+    assert raised.value.path == "model.at"
     assert waiting_messages(network) == 0
 
 

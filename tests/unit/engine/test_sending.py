@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from torchferry.core.plan import WINDOW_BYTES, Message
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.engine.cargo import Cargo
-from torchferry.errors import LinkTimeout, PeerGaveUp, Unsendable
+from torchferry.errors import LinkTimeout, PeerGaveUp, StateChanged, Unsendable
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryNetwork
 from torchferry.testing.memory_link import Receipt
@@ -168,3 +170,44 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
 def wait_for_what_there_is(self: Receipt, timeout_s: float) -> None:
     message = self._network._get(self._address, timeout_s)
     self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
+
+
+class Meddling:
+    """A link on which something happens as soon as the first message of the payload is sent."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._link = MemoryNetwork().link(0)
+        self._happens = happens
+        self._sent = 0
+        self.device = self._link.device
+        self.sends_short = self._link.sends_short
+        self.takes = self._link.takes
+        self.probe = self._link.probe
+        self.break_off = self._link.break_off
+        self.recv = self._link.recv
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        self._sent += 1
+        if self._sent == 3:
+            self._happens()
+        return self._link.send(buffer, peer, tag)
+
+
+@pytest.mark.parametrize("count", [20, 300_000], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["in place", "by .data", "by ndarray", "an ndarray itself"])
+def test_a_change_during_the_send_is_noticed_however_it_is_made(how: str, count: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    tensor = torch.ones(count)
+    value: object = tensor
+    if how == "in place":
+        happens: Callable[[], object] = lambda: tensor.fill_(2)  # noqa: E731
+    elif how == "by .data":
+        happens = lambda: tensor.data.fill_(2)  # noqa: E731
+    elif how == "by ndarray":
+        happens = lambda: tensor.numpy().fill(2)  # noqa: E731
+    else:
+        value = array = numpy.ones(count)
+        happens = lambda: array.fill(2)  # noqa: E731
+    with pytest.raises(StateChanged) as raised:
+        push(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
+    assert raised.value.paths == ("changed",)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cluster import Cluster
+from torchferry.errors import LinkBroken
 from torchferry.links.base import Link
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.testing import MemoryLink, MemoryNetwork, check_link
@@ -60,8 +61,48 @@ class Mixing(MemoryLink):
         return super().recv(buffer, peer, 0)
 
 
+class Greedy(MemoryLink):
+    """Claims to take any memory."""
+
+    def takes(self, device: torch.device) -> bool:
+        return True
+
+
+class Mourning(MemoryLink):
+    """Calls a peer gone that is there."""
+
+    def probe(self, peer: int) -> None:
+        raise LinkBroken(f"rank {peer} is gone", peer=peer)
+
+
+class Boasting(MemoryLink):
+    """Says that messages may be short, and fills the whole buffer whatever comes."""
+
+    sends_short = True
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> object:  # type: ignore[override]
+        short = buffer[:100] if buffer.numel() == 4096 else buffer
+        buffer[-1] = 1
+        return super().recv(short, peer, tag)
+
+
+class Clinging(MemoryLink):
+    """Does not know how to end."""
+
+    def break_off(self, peer: int) -> None:
+        raise AssertionError("not to be broken off")
+
+
 @pytest.mark.parametrize(
-    ("broken", "complaint"), [(Flipping, "arrived changed"), (Mixing, "another's message")]
+    ("broken", "complaint"),
+    [
+        (Flipping, "arrived changed"),
+        (Mixing, "another's message"),
+        (Greedy, "memory that is none"),
+        (Mourning, "called gone"),
+        (Boasting, "wrote more than it has"),
+        (Clinging, "not to be broken off"),
+    ],
 )
 def test_the_kit_finds_a_link_that_breaks_a_rule(broken: type[MemoryLink], complaint: str) -> None:
     network = MemoryNetwork()

@@ -186,6 +186,12 @@ class TestStagingForAnAccelerator:
         assert end.staging(torch.device("cpu"), pinned=True) is locked
         assert end.staging(torch.device("cpu")) is plain
 
+    def test_is_found_again_where_the_link_works_on_one(self) -> None:
+        end = group.Group()
+        kept = end.staging(torch.device("meta"), pinned=True)
+        end.keep(kept)
+        assert end.staging(torch.device("meta"), pinned=True) is kept
+
 
 def test_what_was_staged_under_inference_mode_can_be_written_to_without() -> None:
     end = group.Group()
