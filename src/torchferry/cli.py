@@ -26,7 +26,8 @@ def main() -> None:
         if error.name not in _NEEDED:
             raise
         print(
-            f"torchferry's commands need {' and '.join(_NEEDED)}: pip install 'torchferry[cli]'",
+            f"torchferry's commands need {' and '.join(_NEEDED)}: install its extra cli, which in a "
+            "checkout is pip install '.[cli]'",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

@@ -14,13 +14,13 @@
     │   ├── PickleRefused           metadata or a leaf that could run code
     │   ├── UnknownType             a type that this process has not registered, or can't build
     │   ├── StepMismatch            the peer's state is of another step
-    │   └── PeerGaveUp              the sender ended the transfer, and said why
+    │   └── PeerGaveUp              the sender, or who was to forward, ended the transfer half-way
     └── LinkError                   the way between the two is the problem
         ├── LinkBroken              the connection is gone                         (also ConnectionError)
         ├── LinkTimeout             the deadline passed                            (also TimeoutError)
-        │   └── LinkStalled         no byte moved for stall_timeout
+        │   └── LinkStalled         no message was completed for stall_timeout
         ├── Corrupted               bytes arrived that are not those that were sent
-        ├── GroupBroken             an earlier transfer failed on this group: rebuild it
+        ├── GroupBroken             an earlier transfer failed: rebuild the group      (also ConnectionError)
         └── SendFailed              several receivers, and not all of them got the state
             ├── SendLate            … because the deadline passed for one      (also TimeoutError)
             └── SendBroken          … because the connection to one was lost   (also ConnectionError)
@@ -205,7 +205,7 @@ class StepMismatch(PeerError):
             f"asked for the state of step {wanted}, but the peer sent its state {sent}; nothing was "
             "overwritten. Agree on the step first, or leave step= out on this side",
             peer=peer,
-            phase="metadata",
+            phase="compare",
         )
 
 
@@ -233,7 +233,7 @@ class LinkTimeout(LinkError, TimeoutError):
 
 
 class LinkStalled(LinkTimeout):
-    """No byte moved for as long as `stall_timeout` allows."""
+    """No message was completed for as long as `stall_timeout` allows."""
 
 
 class Corrupted(LinkError):
@@ -262,9 +262,10 @@ class SendFailed(LinkError):
         got = ", ".join(str(rank) for rank in self.delivered) or "none"
         lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
         super().__init__(
-            f"the state did not reach ranks {', '.join(str(rank) for rank in self.failed)} "
+            f"the state did not reach {'ranks' if len(self.failed) > 1 else 'rank'} "
+            f"{', '.join(str(rank) for rank in self.failed)} "
             f"(it reached: {got}):\n  " + "\n  ".join(lines),
-            phase="send",
+            phase="send tensors",
         )
 
 

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import NamedTuple
 
 PROBE_AFTER_S = 0.2
-"""No byte for so long, and the link is asked whether the peer is still there. A backend that loses a peer
-in the middle of a message does not say so by itself, but does when asked."""
+"""No message completed for so long, and the link is asked whether the peer is still there. A backend that
+loses a peer in the middle of a message does not say so by itself, but does when asked."""
 
 GRACE_S = 0.15
 """How long after the deadline a wait may take to notice it itself, before it is given up from outside."""
@@ -40,7 +40,7 @@ class Look(NamedTuple):
 
 
 def look(rules: Rules, now_s: float, moved_s: float, probed_s: float) -> Look:
-    """Judge a peer from when its last byte moved and when it was last probed.
+    """Judge a peer from when its last message was completed and when it was last probed.
 
     >>> look(Rules(deadline_s=10.0), now_s=10.5, moved_s=1.0, probed_s=10.4).verdict
     <Verdict.LATE: 'late'>

@@ -15,9 +15,9 @@ class Meter:
     """Bytes done of bytes due with one peer, the message that is next, and when something last moved.
 
     `posted` counts the chunks, from the first, whose memory may have been written to; `verified` has the
-    numbers of those that arrived and were found right. `told` says that the peer was sent a farewell, and
-    needs no other sign that no more will come. `idle` says that there is nothing to do with the peer until
-    somebody else has moved.
+    numbers of those that arrived and were found right. `met` says that the metadata has passed between the
+    two. `told` says that the peer was sent a farewell, and needs no other sign that no more will come. `idle`
+    says that there is nothing to do with the peer until somebody else has moved.
     """
 
     peer: int
@@ -28,6 +28,7 @@ class Meter:
     posted: int = 0
     done: int = 0
     verified: set[int] = field(default_factory=set)
+    met: bool = True
     told: bool = False
     idle: bool = False
 
@@ -40,6 +41,9 @@ def note_progress(error: FerryError, meter: Meter, manifest: Manifest, plan: Pla
     error.peer = meter.peer
     error.phase = error.phase or meter.phase
     if not isinstance(error, LinkError) or isinstance(error, Corrupted):
+        return
+    if not meter.met:
+        error.what += f"; {meter}, not even the metadata"
         return
     if plan.messages:
         at = plan.messages[min(meter.done, len(plan.messages) - 1)]

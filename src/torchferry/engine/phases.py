@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torchferry.errors import FerryError
+from torchferry.errors import FerryError, LinkStalled
 
 logger = logging.getLogger(__name__)
 
 
 class Phases:
-    """The clock of one transfer: how long each phase took, and when it must be over."""
+    """How long each phase of one transfer took, in real time, and when all must be over, by `now_s`."""
 
     def __init__(self, what: str, timeout_s: float, now_s: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
+        self._timeout_s = timeout_s
         self.deadline_s = now_s() + timeout_s
         self._what = what
         self._now_s = now_s
@@ -35,6 +36,8 @@ class Phases:
         except FerryError as error:
             error.phase = error.phase or name
             error.peer = peer if error.peer is None else error.peer
+            if isinstance(error, TimeoutError) and LinkStalled not in {type(error), type(error.__cause__)}:
+                error.what += f". The timeout was {self._timeout_s:g} s"
             raise
         finally:
             seconds = time.perf_counter() - start

@@ -32,7 +32,15 @@ from torchferry.engine.phases import Phases
 from torchferry.engine.relay import Relay
 from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
-from torchferry.errors import BadManifest, Corrupted, FerryError, LinkError, PeerGaveUp, StepMismatch
+from torchferry.errors import (
+    BadManifest,
+    Corrupted,
+    FerryError,
+    LinkError,
+    LinkTimeout,
+    PeerGaveUp,
+    StepMismatch,
+)
 from torchferry.links.base import Link
 from torchferry.tensors.kinds import Site
 
@@ -143,6 +151,9 @@ class _Transfer:
             steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
             lane = Lane(meter, steps)
             self._run([lane])
+            if isinstance(lane.error, LinkTimeout):
+                asked = f"Is rank {self._peer} in send_checkpoint, with this rank in dst_ranks"
+                lane.error.what += f". {asked}, on the same group?"
             return _outcome(lane)
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:

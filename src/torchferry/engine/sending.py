@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,15 @@ from torchferry.engine.meter import Meter, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.staging import Staging
 from torchferry.engine.window import Steps, Window
-from torchferry.errors import FerryError, LinkBroken, SendBroken, SendFailed, SendLate, StateChanged
+from torchferry.errors import (
+    FerryError,
+    LinkBroken,
+    LinkTimeout,
+    SendBroken,
+    SendFailed,
+    SendLate,
+    StateChanged,
+)
 from torchferry.links.base import Link
 
 
@@ -46,7 +55,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     with phases.phase("send tensors"):
         lanes = []
         for peer in peers:
-            meter = Meter(peer, "send tensors", runner.now_s(), cargo.bytes_due(peer))
+            meter = Meter(peer, "send tensors", runner.now_s(), cargo.bytes_due(peer), met=False)
             steps = send_steps(link, peer, cargo, frames[peer], meter, group, phases.left_s, runner.now_s)
             lanes.append(Lane(meter, steps))
         try:
@@ -80,7 +89,7 @@ def send_steps(
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
     with group.header("send", peer, left_s):
         window.add(link.send(length, peer, LENGTH_TAG), 0)
-        window.add(link.send(frame, peer, FRAME_TAG), len(data))
+        window.add(link.send(frame, peer, FRAME_TAG), len(data), partial(setattr, meter, "met", True))
     staging = group.staging(link.device, pinned=not cargo.source.is_all_cpu)
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window, staging)
@@ -139,6 +148,8 @@ def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group
     for lane in lanes:
         if isinstance(lane.error, FerryError):
             note_progress(lane.error, lane.meter, cargo.source.manifest, cargo.plan)
+            if isinstance(lane.error, LinkTimeout) and not lane.meter.met:
+                lane.error.what += f". Is rank {lane.meter.peer} in recv_checkpoint, on the same group?"
     failed = _behind({lane.meter.peer: lane.error for lane in lanes if lane.error is not None}, cargo)
     if failed:
         first = next(iter(failed.values()))

@@ -52,7 +52,8 @@ class ProcessGroupLink:
         Raises:
             LinkBroken: the group can't reach that peer any more.
         """
-        return Work(_translated(lambda: self._group.send([buffer], peer, tag), peer), peer, buffer)
+        work = _translated(lambda: self._group.send([buffer], peer, tag), peer)
+        return Work(work, peer, buffer, "take what it was sent")
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a receive.
@@ -60,7 +61,8 @@ class ProcessGroupLink:
         Raises:
             LinkBroken: the group can't reach that peer any more.
         """
-        return Work(_translated(lambda: self._group.recv([buffer], peer, tag), peer), peer, buffer)
+        work = _translated(lambda: self._group.recv([buffer], peer, tag), peer)
+        return Work(work, peer, buffer, "send anything")
 
     def probe(self, peer: int) -> None:
         """Ask gloo for one more message. It refuses if the connection is gone.
@@ -85,12 +87,16 @@ class ProcessGroupLink:
 
 
 class Work:
-    """A message under way on a process group. Keeps its buffer alive: gloo does not."""
+    """A message under way on a process group. Keeps its buffer alive: gloo does not.
 
-    def __init__(self, work: Any, peer: int, buffer: torch.Tensor) -> None:
+    `wanted` is what the peer has to do for it.
+    """
+
+    def __init__(self, work: Any, peer: int, buffer: torch.Tensor, wanted: str) -> None:
         self._work = work
         self._peer = peer
         self._buffer = buffer
+        self._wanted = wanted
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the backend.
@@ -100,7 +106,7 @@ class Work:
             LinkBroken: the connection is gone.
         """
         timeout = timedelta(seconds=min(max(timeout_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
-        _translated(lambda: self._work.wait(timeout), self._peer)
+        _translated(lambda: self._work.wait(timeout), self._peer, self._wanted)
 
 
 def _backend_name(group: Any, device: torch.device) -> str | None:
@@ -114,7 +120,7 @@ def _backend_name(group: Any, device: torch.device) -> str | None:
         return None
 
 
-def _translated(call: Callable[[], T], peer: int) -> T:
+def _translated(call: Callable[[], T], peer: int, wanted: str = "answer") -> T:
     try:
         return call()
     except LinkError:
@@ -122,7 +128,7 @@ def _translated(call: Callable[[], T], peer: int) -> T:
     except (RuntimeError, OSError) as error:
         text = _said(error)
         if "timed out" in text.lower() or "timeout" in text.lower():
-            raise LinkTimeout(f"rank {peer} did not answer in time ({text})", peer=peer) from error
+            raise LinkTimeout(f"rank {peer} did not {wanted} in time ({text})", peer=peer) from error
         raise LinkBroken(
             f"the connection to rank {peer} is gone ({text}); this process group can't be used with it "
             "any more: make a new one among the living",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,8 +31,9 @@ class PGTransport:
         timeout: for a whole transfer; a timedelta, or seconds.
         device: what the group's backend works on; a torch.device or its name.
         state_dict: if given, it is called at each receive, and what arrives is written into the tensors
-            of the state that it returns; the received state holds those very tensors. Without it,
-            received tensors are fresh and on the CPU.
+            of the state that it returns; the received state holds those very tensors. What is not a tensor
+            (a step count, a learning rate) is only in the state that is returned: load that. Without
+            `state_dict`, received tensors are fresh and on the CPU.
         strict: with `state_dict`, whether both sides must have the same paths. If not, paths that only
             the peer has are dropped, those that only this side has are left alone, and the received
             state is this side's own with all that matched in it.
@@ -51,9 +52,9 @@ class PGTransport:
             sender.
 
     Raises:
-        BadArgument: a timeout that is not positive, or no such device.
+        BadArgument: no group, a timeout that is not positive, no such device, or no function for the state.
 
-    After a transfer, `last_report` says how much was moved and how long it took.
+    After a transfer, `last_report` says how much was moved and how long it took; None after one that failed.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class PGTransport:
         relay: bool | None = None,
     ) -> None:
         self.last_report: Report | None = None
-        self._pg = pg
+        self._pg = _group(pg)
         self._timeout_s = _seconds(timeout, "timeout")
         self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
         self._verify = verify
         self._group = group_of(pg, lasting=_is_torchs_own(pg))
         self._link = ProcessGroupLink(pg, _device(device))
-        self._state_dict = state_dict
+        self._state_dict = _state_function(state_dict)
         self._strict = strict
         self._relay = relay
-        self._max_metadata_bytes = max_metadata_bytes
+        self._max_metadata_bytes = _most_bytes(max_metadata_bytes)
         self._pickle = dump_leaf if allow_pickle else None
         self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
         self._decode = partial(decode_any, allow_pickle=allow_pickle)
@@ -100,10 +101,12 @@ class PGTransport:
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the receiver is gone (also a ConnectionError).
             SendFailed: one of these for some of several receivers; says who got it and who did not.
+            StateError: memory of the state was freed meanwhile.
             GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
-        if isinstance(dst_ranks, int):
+        if isinstance(dst_ranks, (str, bytes)) or not isinstance(dst_ranks, Iterable):
             raise BadArgument(f"dst_ranks is a list of ranks, not {dst_ranks!r}")
+        self.last_report = None
         peers = [self._peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} names a rank twice")
@@ -128,13 +131,15 @@ class PGTransport:
             BadArgument: a rank that is not another member of the group (also a ValueError).
             StateMismatch: it does not fit the local state; nothing was overwritten.
             StepMismatch: it is of another step; nothing was overwritten.
-            PeerError: what the sender sent can't be used; nothing was overwritten.
+            PeerError: what the sender sent can't be used, or it gave up; nothing was overwritten.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the sender is gone (also a ConnectionError).
             Corrupted: bytes arrived that are not those that were sent.
-            TargetTorn: one of the last three, after local tensors were written; says which.
+            StateError: there is not enough memory, or some of the local state's was freed meanwhile.
+            TargetTorn: any of these after local tensors were written; says which.
             GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
+        self.last_report = None
         size = _number(self._pg, "size")
         terms = Pull(
             self._timeout_s,
@@ -176,8 +181,36 @@ def _number(group: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def _group(pg: Any) -> Any:
+    if pg is None:
+        raise BadArgument(
+            "no process group: torch.distributed.group.WORLD is None before init_process_group was called"
+        )
+    if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
+        raise BadArgument(f"pg must be a process group, not {pg!r}")
+    return pg
+
+
+def _state_function(state_dict: Any) -> Callable[[], object] | None:
+    # A module can be called, too, but that is its forward pass.
+    if state_dict is not None and (not callable(state_dict) or isinstance(state_dict, torch.nn.Module)):
+        raise BadArgument(
+            f"state_dict must be a function that returns the local state, not a {type(state_dict).__name__}: "
+            "pass model.state_dict, not model.state_dict() or the model"
+        )
+    return state_dict
+
+
+def _most_bytes(nbytes: Any) -> int:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise BadArgument(f"max_metadata_bytes must be a number of bytes, not {nbytes!r}")
+    return nbytes
+
+
 def _seconds(timeout: timedelta | float, name: str) -> float:
     try:
+        if isinstance(timeout, (bool, str, bytes)):
+            raise TypeError
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
@@ -196,9 +229,13 @@ def _is_torchs_own(group: Any) -> bool:
 
 def _device(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(device)
+        found = torch.device(device)
+        module = torch.get_device_module(found)
     except (RuntimeError, TypeError) as error:
         raise BadArgument(f"device must be a torch.device or its name: {error}") from None
+    if hasattr(module, "is_available") and not module.is_available():
+        raise BadArgument(f"there is no {found.type} here: device is what the group's backend works on")
+    return found
 
 
 def _step(step: int | None) -> int | None:

@@ -181,6 +181,5 @@ def _numpy() -> Any:
         return importlib.import_module("numpy")
     except ImportError:
         raise UnknownType(
-            "the incoming state holds numpy values, and numpy is not installed here: "
-            "pip install 'torchferry[numpy]'"
+            "the incoming state holds numpy values, and numpy is not installed here: pip install numpy"
         ) from None

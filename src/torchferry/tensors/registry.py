@@ -26,7 +26,10 @@ def register(cls: T) -> T:
     Raises:
         BadArgument: it is none of the three, or another type has that name already.
     """
-    if not (is_namedtuple(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)):
+    known: object = cls
+    if not isinstance(known, type) or not (
+        is_namedtuple(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)
+    ):
         raise BadArgument(
             f"{cls!r} can't be registered: only namedtuples, dataclasses and enums can be rebuilt "
             "from their fields alone"

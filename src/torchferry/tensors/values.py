@@ -138,6 +138,10 @@ def _advice(value: object) -> str:
             "namedtuples, dataclasses and enums travel once torchferry.register has been called "
             "with their class on both sides; for others, convert to a built-in container"
         )
+    if isinstance(value, torch.nn.Module):
+        return what + "send its state_dict() and load it on the other side"
+    if isinstance(value, torch.Tensor):
+        return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (
         "send its state as built-in values and tensors and rebuild it on the other side, leave it out, "
         "or, between peers that trust each other, set allow_pickle=True on both"

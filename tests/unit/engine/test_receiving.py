@@ -154,6 +154,9 @@ def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
     with pytest.raises(LinkTimeout) as raised:
         receive(MemoryNetwork(), timeout_s=0.05)
     assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
+    said = str(raised.value)
+    assert "Is rank 0 in send_checkpoint, with this rank in dst_ranks, on the same group?" in said
+    assert "The timeout was 0.05 s" in said
 
 
 def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:

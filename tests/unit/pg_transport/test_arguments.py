@@ -34,7 +34,7 @@ def test_a_timeout_that_never_or_always_ends_is_refused(timeout: timedelta | flo
     assert repr(timeout) in str(raised.value)
 
 
-@pytest.mark.parametrize("timeout", [None, "soon", [5]], ids=str)
+@pytest.mark.parametrize("timeout", [None, "soon", "30", b"30", True, [5]], ids=str)
 def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
     with pytest.raises(ValueError, match="timedelta or a number of seconds"):
         transport(timeout=timeout)
@@ -52,6 +52,35 @@ def test_a_device_is_a_torch_device_or_its_name(device: Any) -> None:
 def test_a_device_that_is_none_is_refused(device: Any) -> None:
     with pytest.raises(ValueError, match=r"device must be a torch\.device or its name"):
         transport(device=device)
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(ValueError, match="there is no cuda here"):
+        transport(device="cuda")
+
+
+def test_a_group_that_was_not_made_yet_is_refused() -> None:
+    with pytest.raises(ValueError, match="before init_process_group was called"):
+        PGTransport(None, 10, "cpu")
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="pg must be a process group, not 'gloo'"):
+        PGTransport("gloo", 10, "cpu")
+
+
+@pytest.mark.parametrize("given", [{"w": 1}, torch.nn.Linear(1, 1)], ids=["a state", "a module"])
+def test_a_state_where_a_function_is_needed_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"pass model\.state_dict, not model\.state_dict\(\)"):
+        PGTransport(SizedGroup(Mailboxes(), 1), 10, "cpu", given)
+
+
+@pytest.mark.parametrize("most", ["x", 0, -1, 1.5, True, None], ids=repr)
+def test_a_limit_that_is_none_is_refused(most: Any) -> None:
+    with pytest.raises(ValueError, match="max_metadata_bytes must be a number of bytes"):
+        PGTransport(SizedGroup(Mailboxes(), 1), 10, "cpu", max_metadata_bytes=most)
 
 
 BAD_RANKS = [
@@ -86,9 +115,11 @@ def test_a_rank_that_is_named_twice_is_refused() -> None:
         transport().send_checkpoint([0, 2, 0], {"a": 1})
 
 
-def test_ranks_come_in_a_list() -> None:
-    with pytest.raises(ValueError, match="dst_ranks is a list of ranks, not 2"):
-        transport().send_checkpoint(2, {"a": 1})  # type: ignore[arg-type]
+@pytest.mark.parametrize("ranks", [2, None, "2", b"2"], ids=repr)
+def test_ranks_come_in_a_list(ranks: Any) -> None:
+    with pytest.raises(ValueError, match="dst_ranks is a list of ranks, not") as raised:
+        transport().send_checkpoint(ranks, {"a": 1})
+    assert repr(ranks) in str(raised.value)
 
 
 def test_a_bad_argument_is_an_error_of_ours_too() -> None:

@@ -119,8 +119,8 @@ def test_two_types_can_not_have_one_name() -> None:
         register(make_dataclass("Loader", ["epoch"], namespace={"__module__": __name__}))
 
 
-@pytest.mark.parametrize("cls", [int, dict, torch.nn.Linear, type("Plain", (), {})])
-def test_only_what_can_be_made_of_its_fields_can_be_registered(cls: type) -> None:
+@pytest.mark.parametrize("cls", [int, dict, torch.nn.Linear, type("Plain", (), {}), 3, None])
+def test_only_what_can_be_made_of_its_fields_can_be_registered(cls: Any) -> None:
     with pytest.raises(BadArgument, match="namedtuples, dataclasses and enums"):
         register(cls)
 

@@ -81,11 +81,11 @@ def _target_of(site: Site) -> Any:
 
 
 def _numpy_missing() -> str | None:
-    return None if find_spec("numpy") else "needs numpy: pip install 'torchferry[numpy]'"
+    return None if find_spec("numpy") else "needs numpy: pip install numpy"
 
 
 def _torchft_missing() -> str | None:
-    return _numpy_missing() if find_spec("torchft") else "is not installed: pip install 'torchferry[bench]'"
+    return _numpy_missing() if find_spec("torchft") else "is not installed: it is in the extra bench"
 
 
 SYSTEMS = (
