@@ -31,8 +31,12 @@ demo: $(READY) ## four workers train, one is killed, its replacement catches up
 bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size small"
 	@$(BIN)/torchferry bench $(BENCH_ARGS)
 
-bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that
-	@$(BIN)/torchferry bench --markdown docs/benchmarks.md $(BENCH_ARGS)
+bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that; needs root
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(BIN)/torchferry bench $(BENCH_ARGS) --json "$$folder/bench.json" && \
+	  $(BIN)/torchferry bench-cluster $(BENCH_CLUSTER_ARGS) --json "$$folder/cluster.json" && \
+	  $(BIN)/torchferry bench --from "$$folder/bench.json" --from "$$folder/cluster.json" \
+	    --markdown docs/benchmarks.md
 
 bench-cluster: $(READY) ## measure fan-out on seven hosts of 1 Gbit/s, built here and removed again; needs root
 	@$(BIN)/torchferry bench-cluster $(BENCH_CLUSTER_ARGS)

@@ -133,8 +133,7 @@ def _sent(
     cargo: Cargo, meter: Meter, message: Message, buffer: torch.Tensor, staging: Staging | None
 ) -> Callable[[], None]:
     def done() -> None:
-        # Not before: sending has just read these bytes, so they are in the cache, and hashing takes a third
-        # of the time that it takes from memory.
+        # Not before: the link would have nothing to do meanwhile.
         cargo.hash(message, buffer)
         meter.bytes_done += message.nbytes
         meter.done += 1
