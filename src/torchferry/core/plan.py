@@ -21,9 +21,9 @@ MAX_MESSAGES = 1 << 18
 """The most messages of a plan: 2 TiB in chunks. Listing more would take a hostile manifest's word for it."""
 
 CHUNK_BYTES = 8 << 20
-"""Larger extents are cut into chunks of this size. Of 0.5 to 64 MiB, those from 4 MiB on are the fastest through
-gloo, hashed or not: smaller ones cost more calls. A chunk is what staging has to hold, so it bounds memory too,
-and damage is told by chunks."""
+"""Larger extents are cut into chunks of this size. Of 0.5 to 64 MiB, those from 4 MiB on are the fastest
+through gloo, hashed or not: smaller ones cost more calls. A chunk is what staging has to hold, so it bounds
+memory too, and it is what damage is told by."""
 
 RELAY_CHUNK_BYTES = 1 << 20
 """The same where receivers forward: the last of six has its first byte five chunks after the first has. Half
