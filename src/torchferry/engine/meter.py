@@ -42,11 +42,10 @@ def note_progress(error: FerryError, meter: Meter, manifest: Manifest, plan: Pla
     error.phase = error.phase or meter.phase
     if not isinstance(error, LinkError) or isinstance(error, Corrupted):
         return
-    if not meter.met:
-        error.what += f"; {meter}, not even the metadata"
-        return
     if plan.messages:
         at = plan.messages[min(meter.done, len(plan.messages) - 1)]
         named = paths_of(manifest, plan.extents, {plan.chunks[at.first].extent})
         error.path = named[0] if named else None
     error.what = f"{error.what}; {meter}, last at {error.path}"
+    if not meter.met:
+        error.what += " (not even the metadata was taken)"
