@@ -122,9 +122,8 @@ class TargetTorn(StateError):
         self.torn = tuple(torn)
         self.untouched = tuple(untouched)
         super().__init__(
-            f"the local state is torn: {len(self.torn)} paths may hold a mixture of old and new "
-            f"({_shown(self.torn)}), {len(self.whole)} arrived whole, {len(self.untouched)} are untouched. "
-            f"Receive again before using it. What happened: {known.what}",
+            f"{_torn(self.whole, self.torn, self.untouched)}. Receive again before using it. What happened: "
+            f"{known.what}",
             peer=known.peer,
             path=known.path,
             phase=known.phase,
@@ -275,6 +274,21 @@ class SendLate(SendFailed, TimeoutError):
 
 class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost; no other was late."""
+
+
+def _torn(whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]) -> str:
+    if not torn and not untouched:
+        return (
+            f"all {len(whole)} paths of the local state were overwritten, but the transfer did not end well"
+        )
+    if not torn:
+        return (
+            f"the local state is half new: {len(whole)} paths arrived whole, {len(untouched)} are untouched"
+        )
+    return (
+        f"the local state is torn: {len(torn)} paths may hold a mixture of old and new ({_shown(torn)}), "
+        f"{len(whole)} arrived whole, {len(untouched)} are untouched"
+    )
 
 
 def _shown(paths: Sequence[str], most: int = 10) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -279,10 +280,13 @@ NARROW_BYTES = 64 << 10
 def narrow_sockets() -> None:
     """Leave this process's connections little room, so that the kernel can't swallow a message whole."""
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as end:
-            if end.family in (socket.AF_INET, socket.AF_INET6):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NARROW_BYTES)
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(fd))) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NARROW_BYTES)
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BYTES)
 
 
 def unique_name() -> str:

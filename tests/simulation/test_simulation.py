@@ -86,8 +86,8 @@ def early_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def per_wait(rules: watch.Rules, now_s: float, moved_s: float, probed_s: float) -> watch.Look:
-        return watch.look(rules._replace(deadline_s=moved_s + 5.0), now_s, moved_s, probed_s)
+    def per_wait(rules: watch.Rules, now_s: float, *, waits_s: float, **known: Any) -> watch.Look:
+        return watch.look(rules._replace(deadline_s=waits_s + 5.0), now_s, waits_s=waits_s, **known)
 
     monkeypatch.setattr(lanes, "look", per_wait)
     monkeypatch.setattr(lanes, "Rules", watch.Rules)

@@ -26,14 +26,14 @@ from xxhash import xxh3_64_intdigest
 from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import FORM, Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec, Value
 from torchferry.core.plan import MAX_CHUNK_BYTES
-from torchferry.core.protocol import NONCE_BYTES
 from torchferry.core.routes import Route
+from torchferry.core.seals import NONCE_BYTES
 from torchferry.core.showing import show
 from torchferry.core.soundness import check
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
-VERSION = 2
+VERSION = 3
 _PREAMBLE = struct.Struct("<4sBQ")
 
 _SHOWN_BYTES = 1 << 12
@@ -206,5 +206,7 @@ def _check_terms(envelope: Envelope) -> None:
         raise BadManifest(f"packed up to {envelope.pack_bytes} bytes, in chunks of {envelope.chunk_bytes}")
     if envelope.nonce and len(envelope.nonce) != NONCE_BYTES:
         raise BadManifest(f"a nonce of {len(envelope.nonce)} bytes, not {NONCE_BYTES}")
+    if envelope.sealed and not envelope.nonce:
+        raise BadManifest("seals without a nonce to tell them from another transfer's")
     if envelope.sealed and envelope.digests is not None:
         raise BadManifest("digests in the frame and seals behind the messages: it can only be one of them")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 
 from torchferry.core.plan import Message
-from torchferry.core.seals import Seal
+from torchferry.core.seals import NONCE_BYTES, Seal
 from torchferry.errors import BadManifest
 
 # Far from the small numbers that people pick for their own messages on the same group.
@@ -36,7 +36,6 @@ _ORIGINS = 1 << 8
 AHEAD_BYTES = 1 << 20
 """States up to this size are hashed before they are sent: it takes 0.1 ms, and saves a message."""
 
-NONCE_BYTES = 16
 _FAREWELL = b"torchferry:ended"
 
 

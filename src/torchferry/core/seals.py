@@ -1,8 +1,8 @@
 """Seals: what follows messages whose digests are not in the frame.
 
-On the wire a seal is a row of 64-bit numbers, little-endian: how the sender is, then the digest of each
-chunk. It is well, or its state has changed under its hands, or it has given up; then the number says whose
-fault that is.
+On the wire a seal is the transfer's nonce, so that another's is never taken for it, and a row of 64-bit
+numbers, little-endian: how the sender is, then the digest of each chunk. It is well, or its state has changed
+under its hands, or it has given up; then the number says whose fault that is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
+
+NONCE_BYTES = 16
+"""How long the word is by which a transfer knows its own."""
 
 
 class Seal(Struct, frozen=True, gc=False):
@@ -25,7 +28,7 @@ class Seal(Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """How long it is on the wire."""
-        return 8 * (self.end - self.first + 1)
+        return NONCE_BYTES + 8 * (self.end - self.first + 1)
 
 
 _WELL = 0
@@ -34,24 +37,26 @@ _GAVE_UP = 2
 
 
 class Opened(NamedTuple):
-    """What a seal says."""
+    """What a seal says, and the nonce of the transfer that it belongs to."""
 
+    nonce: bytes
     digests: tuple[int, ...]
     changed: bool
     culprit: int | None
 
 
-def encode_seal(digests: Sequence[int], *, changed: bool = False) -> bytes:
+def encode_seal(digests: Sequence[int], nonce: bytes, *, changed: bool = False) -> bytes:
     """Put digests into a seal, and whether the state has changed under the sender's hands."""
-    return struct.pack(f"<{len(digests) + 1}Q", _CHANGED if changed else _WELL, *digests)
+    return nonce + struct.pack(f"<{len(digests) + 1}Q", _CHANGED if changed else _WELL, *digests)
 
 
-def encode_farewell(seal: Seal, culprit: int) -> bytes:
+def encode_farewell(seal: Seal, nonce: bytes, culprit: int) -> bytes:
     """Say in the place of a seal that no more will come, and whose fault that is."""
-    return struct.pack("<Q", _GAVE_UP + culprit).ljust(seal.nbytes, b"\0")
+    return (nonce + struct.pack("<Q", _GAVE_UP + culprit)).ljust(seal.nbytes, b"\0")
 
 
 def decode_seal(data: bytes) -> Opened:
     """Take a seal apart."""
-    flag, *digests = struct.unpack(f"<{len(data) // 8}Q", data)
-    return Opened(tuple(digests), flag == _CHANGED, flag - _GAVE_UP if flag >= _GAVE_UP else None)
+    nonce, row = data[:NONCE_BYTES], data[NONCE_BYTES:]
+    flag, *digests = struct.unpack(f"<{len(row) // 8}Q", row)
+    return Opened(nonce, tuple(digests), flag == _CHANGED, flag - _GAVE_UP if flag >= _GAVE_UP else None)

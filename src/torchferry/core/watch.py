@@ -9,8 +9,12 @@ from enum import Enum
 from typing import NamedTuple
 
 PROBE_AFTER_S = 0.2
-"""No message completed for so long, and the link is asked whether the peer is still there. A backend that
-loses a peer in the middle of a message does not say so by itself, but does when asked."""
+"""Kept waiting for so long, the link is asked whether the peer is still there. A backend that loses a peer in
+the middle of a message does not say so by itself, but does when asked."""
+
+GONE_AFTER_S = 0.1
+"""A peer may leave when all it had to send is on its way. What has arrived is there to be waited for even so:
+only who is kept waiting for so long after the peer was found gone waits in vain."""
 
 GRACE_S = 0.15
 """How long after the deadline a wait may take to notice it itself, before it is given up from outside."""
@@ -21,6 +25,7 @@ class Verdict(Enum):
 
     FINE = "fine"
     PROBE = "probe"
+    GONE = "gone"
     STALLED = "stalled"
     LATE = "late"
 
@@ -39,21 +44,30 @@ class Look(NamedTuple):
     again_s: float
 
 
-def look(rules: Rules, now_s: float, moved_s: float, probed_s: float) -> Look:
-    """Judge a peer from when its last message was completed and when it was last probed.
+def look(rules: Rules, now_s: float, *, waits_s: float | None, probed_s: float, lost_s: float | None) -> Look:
+    """Judge a peer from since when it keeps us waiting, when it was last probed, and when it was found gone.
 
-    >>> look(Rules(deadline_s=10.0), now_s=10.5, moved_s=1.0, probed_s=10.4).verdict
+    `waits_s` is None while it does not: there is work to do here, which is not the peer's fault.
+
+    >>> look(Rules(deadline_s=10.0), now_s=10.5, waits_s=1.0, probed_s=10.4, lost_s=None).verdict
     <Verdict.LATE: 'late'>
+    >>> look(Rules(deadline_s=10.0), now_s=3.0, waits_s=None, probed_s=0.0, lost_s=1.0).verdict
+    <Verdict.FINE: 'fine'>
     """
     late_s = rules.deadline_s + GRACE_S
     if now_s >= late_s:
         return Look(Verdict.LATE, now_s)
+    if waits_s is None:
+        return Look(Verdict.FINE, min(late_s, now_s + PROBE_AFTER_S))
     ends = [late_s]
     if rules.stall_s is not None:
-        if now_s >= moved_s + rules.stall_s:
+        if now_s >= waits_s + rules.stall_s:
             return Look(Verdict.STALLED, now_s)
-        ends.append(moved_s + rules.stall_s)
-    probe_s = max(moved_s, probed_s) + PROBE_AFTER_S
+        ends.append(waits_s + rules.stall_s)
+    if lost_s is not None:
+        gone_s = max(waits_s, lost_s) + GONE_AFTER_S
+        return Look(Verdict.GONE, now_s) if now_s >= gone_s else Look(Verdict.FINE, min(*ends, gone_s))
+    probe_s = max(waits_s, probed_s) + PROBE_AFTER_S
     if now_s >= probe_s:
-        return Look(Verdict.PROBE, min(*ends, now_s + PROBE_AFTER_S))
+        return Look(Verdict.PROBE, min(*ends, now_s + GONE_AFTER_S))
     return Look(Verdict.FINE, min(*ends, probe_s))

@@ -24,8 +24,9 @@ from torchferry.core.plan import (
     make_plan,
     samples_of,
 )
-from torchferry.core.protocol import AHEAD_BYTES, NONCE_BYTES
+from torchferry.core.protocol import AHEAD_BYTES
 from torchferry.core.routes import Route, chain, relays
+from torchferry.core.seals import NONCE_BYTES
 from torchferry.core.torn import paths_of
 from torchferry.engine.digest import digests
 from torchferry.engine.group import Group

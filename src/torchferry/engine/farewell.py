@@ -30,7 +30,8 @@ def say_farewell(
     for item in rest[:place]:
         window.add(link.send(_bytes(bytes(item.nbytes), link), peer, tags.of(item)), 0)
     last = rest[place]
-    word = encode_farewell(last, culprit) if isinstance(last, Seal) else farewell(envelope.nonce, culprit)
+    nonce = envelope.nonce
+    word = encode_farewell(last, nonce, culprit) if isinstance(last, Seal) else farewell(nonce, culprit)
     window.add(link.send(_bytes(word, link), peer, tags.of(last)), 0)
     yield from window.finish()
     return True

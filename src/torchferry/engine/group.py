@@ -91,13 +91,20 @@ _groups: weakref.WeakKeyDictionary[object, Group] = weakref.WeakKeyDictionary()
 _groups_lock = threading.Lock()
 
 
-def group_of(key: object, *, lasting: bool = True) -> Group:
+def group_of(
+    key: object, *, within: Callable[[object], object] = lambda key: key, lasting: bool = True
+) -> Group:
     """Give what is known of a process group; something that can't be remembered is new every time.
 
-    One for all transports on that group, or two of them would give their messages the same tags.
+    One for all transports on that group, or two of them would give their messages the same tags. `within`
+    says what moves a group's messages: those in which it is the same object are the same group.
     """
     try:
         with _groups_lock:
-            return _groups.setdefault(key, Group(lasting=lasting))
+            if key not in _groups:
+                mover = within(key)
+                alike = [group for other, group in _groups.items() if within(other) is mover]
+                _groups[key] = alike[0] if alike else Group(lasting=lasting)
+            return _groups[key]
     except TypeError:
         return Group(lasting=lasting)

@@ -21,12 +21,17 @@ from torchferry.engine.window import Steps, T
 from torchferry.errors import LinkError, LinkStalled, LinkTimeout
 from torchferry.links.base import Link
 
+_REST_S = 0.25
+"""How long a lane that is given up may take to come to rest: until it is done with its next few chunks."""
+
 
 class Lane(Generic[T]):
     """Work with one peer. When it is over, either `error` is set or `value` is there.
 
     `on_failure` is told of an error as soon as there is one. `ends_s` is when the lane is given up, if that
-    is before the deadline of all.
+    is before the deadline of all. `lost` is what the link says of a peer that is gone, since `lost_s`.
+
+    Whoever takes its steps holds `at_work` meanwhile, and lets go of it while it waits.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class Lane(Generic[T]):
         self.error: BaseException | None = None
         self.value: T | None = None
         self.probed_s = 0.0
+        self.lost: LinkError | None = None
+        self.lost_s: float | None = None
         self.ends_s = inf
+        self.at_work = threading.Lock()
         self._on_failure = on_failure
         self._lock = threading.Lock()
 
@@ -50,6 +58,13 @@ class Lane(Generic[T]):
             self.value, self.error, self.over = value, error, True
         if error is not None and self._on_failure is not None:
             self._on_failure(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """End the lane from outside, and wait until it does no more work."""
+        self.meter.given_up = True
+        self.settle(None, error)
+        if self.at_work.acquire(timeout=_REST_S):
+            self.at_work.release()
 
 
 class Runner(Protocol):
@@ -84,7 +99,7 @@ def run_lanes(link: Link, lanes: Sequence[Lane[T]], rules: Rules, runner: Runner
                 runner.sleep(open_lanes, again_s)
     except BaseException as interrupt:
         for lane in lanes:
-            lane.settle(None, interrupt)
+            lane.give_up(interrupt)
             link.break_off(lane.meter.peer)
         runner.end(lanes)
         raise
@@ -96,17 +111,21 @@ def _look_after(lane: Lane[Any], link: Link, rules: Rules, now_s: float) -> floa
     # Who has nothing to do with its peer at the moment can't be kept waiting by it.
     stall_s = None if lane.meter.idle else rules.stall_s
     own = Rules(min(rules.deadline_s, lane.ends_s), stall_s)
-    verdict, again_s = look(own, now_s, lane.meter.moved_s, lane.probed_s)
+    verdict, again_s = look(
+        own, now_s, waits_s=lane.meter.waits_s, probed_s=lane.probed_s, lost_s=lane.lost_s
+    )
     if verdict is Verdict.PROBE:
         lane.probed_s = now_s
         try:
             link.probe(peer)
         except LinkError as error:
-            lane.settle(None, error)
+            lane.lost, lane.lost_s = error, now_s
+    elif verdict is Verdict.GONE and lane.lost is not None:
+        lane.give_up(lane.lost)
     elif verdict is Verdict.STALLED:
-        lane.settle(None, LinkStalled(f"no message was completed for {rules.stall_s:g} s", peer=peer))
+        lane.give_up(LinkStalled(f"no message was completed for {rules.stall_s:g} s", peer=peer))
     elif verdict is Verdict.LATE:
-        lane.settle(None, late(peer))
+        lane.give_up(late(peer))
     return again_s
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +17,12 @@ from torchferry.engine.meter import Meter
 from torchferry.engine.relay import Relay
 from torchferry.engine.staging import Staging
 from torchferry.engine.window import Steps, Window
-from torchferry.errors import PeerGaveUp, StateError
+from torchferry.errors import LinkTimeout, PeerGaveUp, StateError
 from torchferry.links.base import Link
 from torchferry.tensors.landing import Ground
+
+_PUT_AT_ONCE = 1024
+"""So many chunks are put into a local state before it is asked whether that is still wanted."""
 
 
 @dataclass
@@ -48,16 +51,14 @@ class Payload:
     verify: bool = True
     relay: Relay | None = None
 
-    def steps(
-        self, clock: Callable[[], float], window_bytes: int, in_place_window_bytes: int
-    ) -> Steps[Arrival]:
+    def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[Arrival]:
         """Receive every message and put its bytes where they belong; damage is noted, not raised.
 
         Raises:
             PeerGaveUp: the sender, or who was to forward, said farewell.
             LinkError: the link failed.
         """
-        return _Receiving(self).steps(Window(self.meter, clock, window_bytes, in_place_window_bytes))
+        return _Receiving(self).steps(Window(window_bytes, in_place_window_bytes))
 
 
 class _Receiving:
@@ -118,7 +119,10 @@ class _Receiving:
 
     def _room(self, nbytes: int) -> Steps[None]:
         if self._relay is not None:
+            # It is the next receiver that keeps this one waiting, and not the peer.
+            self._meter.idle = True
             yield from self._relay.room(nbytes)
+            self._meter.idle = False
             for buffer in self._relay.used():
                 self._staging.give_back(buffer)
 
@@ -126,17 +130,22 @@ class _Receiving:
         self._go_on_unless(culprit_in(head(buffer, FAREWELL_BYTES), self._nonce))
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
-        self._check(message, buffer)
+        if self._checks:
+            self._found += digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
         if self._arrival.refusal is None:
             try:
                 self._put(message, buffer, rest)
             except StateError as error:
                 if self._payload.ground.is_local:
                     # Whatever has arrived, it is not where it belongs.
-                    self._meter.verified.difference_update(range(message.first, message.end))
                     raise
                 # There is no room for it, but the sender is still left to finish.
                 self._arrival.refusal = error
+        # Not before: what has arrived is not whole until it is where it belongs.
+        if not self._checks:
+            self._meter.verified.update(range(message.first, message.end))
+        elif self._known is not None:
+            self._compare(message.first, self._known[message.first : message.end])
 
     def _put(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
         """Put a message where it belongs, or what is `rest` of it if it was received there."""
@@ -144,15 +153,31 @@ class _Receiving:
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
             if rest.direct or rest.spread:
+                self._go_on_if_wanted()
                 ground.put(chunks, [rest], buffer)
-        elif landings.alike:
-            self._meter.posted = max(self._meter.posted, message.end)
-            ground.put_alike(chunks, buffer)
-        else:
+            return
+        if not landings.alike:
             where = [landings.of(chunk) for chunk in chunks]
-            if any(landing.direct or landing.spread for landing in where):
-                self._meter.posted = max(self._meter.posted, message.end)
-                ground.put(chunks, where, buffer)
+            if not any(landing.direct or landing.spread for landing in where):
+                return
+        self._meter.posted = max(self._meter.posted, message.end)
+        start = 0
+        # Fresh, all at once: nobody sees it before it is complete.
+        most = _PUT_AT_ONCE if ground.is_local else len(chunks)
+        for first in range(0, len(chunks), most):
+            self._go_on_if_wanted()
+            some = chunks[first : first + most]
+            end = start + sum(chunk.nbytes for chunk in some)
+            if landings.alike:
+                ground.put_alike(some, buffer[start:end])
+            else:
+                ground.put(some, where[first : first + most], buffer[start:end])
+            start = end
+
+    def _go_on_if_wanted(self) -> None:
+        """Stop if the caller has been told that this is over: nothing may be written any more."""
+        if self._meter.given_up:
+            raise LinkTimeout("the transfer was given up", peer=self._meter.peer)
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""
@@ -164,15 +189,6 @@ class _Receiving:
             culprit=culprit,
             peer=self._meter.peer,
         )
-
-    def _check(self, message: Message, buffer: torch.Tensor) -> None:
-        numbers = range(message.first, message.end)
-        if not self._checks:
-            self._meter.verified.update(numbers)
-            return
-        self._found += digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
-        if self._known is not None:
-            self._compare(message.first, self._known[message.first : message.end])
 
     def _hand_on(self, buffer: torch.Tensor, *, staged: bool) -> None:
         if self._relay is not None:
@@ -186,10 +202,14 @@ class _Receiving:
 
         def done() -> None:
             opened = decode_seal(head(buffer, seal.nbytes))
-            self._go_on_unless(opened.culprit)
-            self._arrival.changed = self._arrival.changed or opened.changed
-            if self._checks:
-                self._compare(seal.first, opened.digests)
+            if opened.nonce != self._nonce:
+                # Another transfer's, or damaged: whatever it says, it does not say it of these chunks.
+                self._arrival.damaged += range(seal.first, seal.end)
+            else:
+                self._go_on_unless(opened.culprit)
+                self._arrival.changed = self._arrival.changed or opened.changed
+                if self._checks:
+                    self._compare(seal.first, opened.digests)
             self._hand_on(buffer, staged=False)
 
         window.add(pending, seal.nbytes, done)

@@ -141,11 +141,11 @@ class _Transfer:
         except BaseException as error:
             if receiver.in_place:
                 # How far it got is not known, so nothing is called whole.
-                say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble", 0.0), error))
+                say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble"), error))
             raise
 
     def _receive_frame(self) -> bytes:
-        meter = Meter(self._peer, "receive metadata", self._runner.now_s())
+        meter = Meter(self._peer, "receive metadata")
         with self._group.header("receive", self._peer, self._phases.left_s):
             self.at_rest = False
             steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
@@ -174,19 +174,19 @@ class _Transfer:
         return not_forwarded
 
     def _meter(self, phase: str, plan: Plan) -> Meter:
-        return Meter(self._route.source, phase, self._runner.now_s(), plan.payload_bytes)
+        return Meter(self._route.source, phase, plan.payload_bytes)
 
     def _take(
         self, envelope: Envelope, plan: Plan, receiver: Destination, meter: Meter
     ) -> tuple[Arrival, str | None]:
         """Take all messages, and pass them on to the next receiver if there is one."""
-        clock, window_bytes = self._runner.now_s, self._terms.window_bytes
+        window_bytes = self._terms.window_bytes
         relay: Relay | None = None
         forwarding: Lane[None] | None = None
         if self._route.next is not None:
-            onward = Meter(self._route.next, "forward tensors", clock(), plan.payload_bytes)
+            onward = Meter(self._route.next, "forward tensors", plan.payload_bytes)
             relay = Relay(self._link, envelope, plan, onward, window_bytes)
-            forwarding = Lane(onward, relay.steps(clock), on_failure=_ending(relay))
+            forwarding = Lane(onward, relay.steps(), on_failure=_ending(relay))
         staging = self._group.staging(self._link.device, pinned=not receiver.ground.is_all_cpu)
         payload = Payload(
             self._link,
@@ -199,7 +199,7 @@ class _Transfer:
             self._terms.verify,
             relay,
         )
-        steps = payload.steps(clock, window_bytes, self._terms.in_place_window_bytes)
+        steps = payload.steps(window_bytes, self._terms.in_place_window_bytes)
         if relay is None or forwarding is None:
             lane = Lane(meter, steps)
             self._run([lane])

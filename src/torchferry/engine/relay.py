@@ -81,14 +81,14 @@ class Relay:
             self._offers.clear()
             self._changed.notify_all()
 
-    def steps(self, clock: Callable[[], float]) -> Steps[None]:
+    def steps(self) -> Steps[None]:
         """Forward every piece as it arrives; if no more does, say so.
 
         Raises:
             LinkError: the next receiver can't be reached, or not in time.
         """
         meter = self._meter
-        window = Window(meter, clock, self._window_bytes)
+        window = Window(self._window_bytes)
         tags = Tags(self._envelope.origin, self._envelope.serial)
         for place, item in enumerate(self._sequence):
             # What is staged is kept until it was waited for, and there may be no room for more until then.
@@ -96,7 +96,7 @@ class Relay:
                 yield from window.finish_oldest()
             meter.idle = True
             yield _Until(self, lambda: bool(self._offers) or self._culprit is not None)
-            meter.idle, meter.moved_s = False, clock()
+            meter.idle = False
             if not self._offers:
                 yield from self._give_up(place, window)
             yield from window.make_room(item.nbytes)

@@ -52,11 +52,17 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     with phases.phase("describe"):
         cargo = load_cargo(link, peers, state, terms, group)
         frames = {peer: check_frame(cargo.frame(peer), terms) for peer in peers}
+        if not phases.left_s():
+            raise LinkTimeout(
+                "describing the state took all the time there was, and nothing was sent: "
+                f"0 of {cargo.plan.payload_bytes:,} bytes done",
+                peer=peers[0] if len(peers) == 1 else None,
+            )
     with phases.phase("send tensors"):
         lanes = []
         for peer in peers:
-            meter = Meter(peer, "send tensors", runner.now_s(), cargo.bytes_due(peer), met=False)
-            steps = send_steps(link, peer, cargo, frames[peer], meter, group, phases.left_s, runner.now_s)
+            meter = Meter(peer, "send tensors", cargo.bytes_due(peer), met=False)
+            steps = send_steps(link, peer, cargo, frames[peer], meter, group, phases.left_s)
             lanes.append(Lane(meter, steps))
         try:
             run_lanes(link, lanes, Rules(phases.deadline_s, terms.stall_s), runner)
@@ -81,10 +87,9 @@ def send_steps(
     meter: Meter,
     group: Group,
     left_s: Callable[[], float],
-    clock: Callable[[], float],
 ) -> Steps[None]:
     """Send the frame to one peer, and the payload if it gets that from here."""
-    window = Window(meter, clock, cargo.window_bytes, cargo.in_place_window_bytes)
+    window = Window(cargo.window_bytes, cargo.in_place_window_bytes)
     length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
     with group.header("send", peer, left_s):
@@ -125,7 +130,7 @@ def _payload_steps(
 
 def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:
     digests = [digest for digest in cargo.digests[seal.first : seal.end] if digest is not None]
-    data = encode_seal(digests, changed=seal.last and cargo.has_changed())
+    data = encode_seal(digests, cargo.envelope.nonce, changed=seal.last and cargo.has_changed())
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

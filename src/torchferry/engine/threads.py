@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchferry.core.watch import Rules
 from torchferry.engine.lanes import Lane, late
-from torchferry.engine.window import Steps, T
-from torchferry.errors import FerryError
+from torchferry.engine.window import T
+from torchferry.errors import FerryError, LinkBroken
+from torchferry.links.base import Pending
 
 _JOIN_S = 0.5
 """How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
@@ -65,30 +67,47 @@ class ThreadRunner:
         value: object = None
         error: BaseException | None = None
         try:
-            value = _take_steps(lane.steps, rules.deadline_s, lane.meter.peer)
+            value = _take_steps(lane, rules.deadline_s)
         except BaseException as raised:
             error = raised
         lane.settle(value, error)
         self._ended.put(None)
 
 
-def _take_steps(steps: Steps[T], deadline_s: float, peer: int) -> T:
-    """Take steps one after the other, waiting for each message no longer than the deadline.
+def _take_steps(lane: Lane[T], deadline_s: float) -> T:
+    """Take a lane's steps one after the other, waiting for each message no longer than the deadline.
 
     Raises:
         FerryError: as the steps do.
     """
-    try:
-        pending = next(steps)
-        while True:
+    peer = lane.meter.peer
+    step: Callable[[], Pending] = partial(next, lane.steps)
+    while True:
+        with lane.at_work:
+            if lane.meter.given_up:
+                raise late(peer)
             try:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise late(peer)
-                pending.wait(left_s)
-            except FerryError as error:
-                pending = steps.throw(error)
-            else:
-                pending = next(steps)
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+                pending = step()
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+        try:
+            lane.meter.waits_s = time.monotonic()
+            _wait(pending, deadline_s, peer)
+            step = partial(next, lane.steps)
+        except FerryError as error:
+            step = partial(lane.steps.throw, error)
+        finally:
+            lane.meter.waits_s = None
+
+
+def _wait(pending: Pending, deadline_s: float, peer: int) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise late(peer)
+    try:
+        pending.wait(left_s)
+    except LinkBroken as error:
+        # Another lane's wait was the first to end at the deadline, and the backend closes all at once.
+        if time.monotonic() >= deadline_s:
+            raise late(peer) from error
+        raise

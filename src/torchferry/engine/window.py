@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from torchferry.engine.meter import Meter
 from torchferry.links.base import Pending
 
 T = TypeVar("T")
@@ -35,13 +34,9 @@ class Window:
 
     def __init__(
         self,
-        meter: Meter,
-        clock: Callable[[], float],
         most_bytes: int,
         most_in_place_bytes: int = 0,
     ) -> None:
-        self._meter = meter
-        self._clock = clock
         self._most_bytes = most_bytes
         self._most_in_place_bytes = most_in_place_bytes
         self._entries: deque[_Entry] = deque()
@@ -102,6 +97,5 @@ class Window:
             self._in_place_bytes -= entry.nbytes
         else:
             self._nbytes -= entry.nbytes
-        self._meter.moved_s = self._clock()
         if entry.done is not None:
             entry.done()

@@ -20,6 +20,10 @@ T = TypeVar("T")
 _LONGEST_WAIT_S = 365 * 24 * 3600.0
 """Backends count nanoseconds in 64 bits: a wait of 300 years would overflow, and end at once."""
 
+_CLOSED_HERE = "caused pair closure"
+"""What gloo says of every connection of this rank once some wait on the group was let expire, whoever's it
+was: a timeout, but not of this message, and not the peer's fault."""
+
 _SHORTEST_WAIT_S = 0.001
 """A wait is told in whole milliseconds, and none of them means the group's own timeout."""
 
@@ -109,15 +113,20 @@ class Work:
         _translated(lambda: self._work.wait(timeout), self._peer, self._wanted)
 
 
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Give what moves a group's messages on a device: its backend, if it is one of torch's groups."""
+    if not isinstance(group, dist.ProcessGroup):
+        return group
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group
+
+
 def _backend_name(group: Any, device: torch.device) -> str | None:
     """Find out what a group runs on; None if it is not one of torch's own."""
-    if not isinstance(group, (dist.ProcessGroup, Backend)):
-        return None
-    try:
-        backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
-        return str(backend.name())
-    except RuntimeError:
-        return None
+    backend = backend_of(group, device)
+    return str(backend.name()) if isinstance(backend, Backend) else None
 
 
 def _translated(call: Callable[[], T], peer: int, wanted: str = "answer") -> T:
@@ -127,6 +136,12 @@ def _translated(call: Callable[[], T], peer: int, wanted: str = "answer") -> T:
         raise
     except (RuntimeError, OSError) as error:
         text = _said(error)
+        if _CLOSED_HERE in text:
+            raise LinkBroken(
+                f"this process has closed its connection to rank {peer}, because something else that it "
+                f"waited for on this group did not come in time ({text}): make a new group",
+                peer=peer,
+            ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise LinkTimeout(f"rank {peer} did not {wanted} in time ({text})", peer=peer) from error
         raise LinkBroken(

@@ -14,7 +14,7 @@ from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.core.report import Report
 from torchferry.engine import Pull, Push, group_of, pull, push
 from torchferry.errors import BadArgument
-from torchferry.links.process_group import ProcessGroupLink
+from torchferry.links.process_group import ProcessGroupLink, backend_of
 from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
 from torchferry.tensors.kinds import Site
 
@@ -77,8 +77,10 @@ class PGTransport:
         self._timeout_s = _seconds(timeout, "timeout")
         self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
         self._verify = verify
-        self._group = group_of(pg, lasting=_is_torchs_own(pg))
-        self._link = ProcessGroupLink(pg, _device(device))
+        device = _device(device)
+        within = partial(backend_of, device=device)
+        self._group = group_of(pg, within=within, lasting=_is_torchs_own(pg))
+        self._link = ProcessGroupLink(pg, device)
         self._state_dict = _state_function(state_dict)
         self._strict = strict
         self._relay = relay

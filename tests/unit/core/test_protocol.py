@@ -9,7 +9,6 @@ from torchferry.core.protocol import (
     FAREWELL_BYTES,
     FRAME_TAG,
     LENGTH_TAG,
-    NONCE_BYTES,
     PROBE_TAG,
     Tags,
     check_length,
@@ -17,7 +16,7 @@ from torchferry.core.protocol import (
     farewell,
 )
 from torchferry.core.report import Report
-from torchferry.core.seals import Seal, decode_seal, encode_farewell, encode_seal
+from torchferry.core.seals import NONCE_BYTES, Seal, decode_seal, encode_farewell, encode_seal
 from torchferry.errors import BadManifest
 
 _NONCE = b"n" * NONCE_BYTES
@@ -43,15 +42,16 @@ def test_every_tag_is_one_that_gloo_takes() -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_seal_says_digests_and_whether_all_is_well(changed: bool) -> None:
-    data = encode_seal([1, 2**64 - 1, 0], changed=changed)
+    data = encode_seal([1, 2**64 - 1, 0], _NONCE, changed=changed)
     assert len(data) == Seal(0, 4, 7, last=True).nbytes
-    assert decode_seal(data) == ((1, 2**64 - 1, 0), changed, None)
+    assert decode_seal(data) == (_NONCE, (1, 2**64 - 1, 0), changed, None)
 
 
 def test_a_seal_may_be_a_farewell() -> None:
     seal = Seal(0, 4, 7, last=True)
-    data = encode_farewell(seal, 3)
+    data = encode_farewell(seal, _NONCE, 3)
     assert len(data) == seal.nbytes
+    assert decode_seal(data)[0] == _NONCE
     assert (decode_seal(data).changed, decode_seal(data).culprit) == (False, 3)
 
 

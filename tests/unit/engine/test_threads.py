@@ -22,7 +22,7 @@ def one_lane() -> Lane[Any]:
         yield from ()
         return "done"
 
-    return Lane(Meter(1, "send", 0.0), steps())
+    return Lane(Meter(1, "send"), steps())
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Group:
     ("raised", "expected"),
     [
         (RuntimeError("Timed out waiting 99ms for recv operation"), LinkTimeout),
-        (RuntimeError("Application timeout caused pair closure"), LinkTimeout),
+        (RuntimeError("Application timeout caused pair closure"), LinkBroken),
         (RuntimeError("Connection closed by peer"), LinkBroken),
         (ConnectionResetError("reset"), LinkBroken),
         (RuntimeError(""), LinkBroken),

@@ -275,5 +275,6 @@ class SimulatedRunner:
             lane.settle(None, error)
         else:
             self._at[id(lane)] = (lane, op, rules)
+            lane.meter.waits_s = self._world.now_s
             if op.over:
                 self._go_on(lane, op, rules)
