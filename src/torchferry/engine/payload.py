@@ -153,13 +153,14 @@ class _Receiving:
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
             if rest.direct or rest.spread:
-                self._go_on_if_wanted()
-                ground.put(chunks, [rest], buffer)
+                ground.put(chunks, [rest], buffer, self._go_on_if_wanted)
             return
         if not landings.alike:
             where = [landings.of(chunk) for chunk in chunks]
-            if not any(landing.direct or landing.spread for landing in where):
-                return
+            if any(landing.direct or landing.spread for landing in where):
+                self._meter.posted = max(self._meter.posted, message.end)
+                ground.put(chunks, where, buffer, self._go_on_if_wanted)
+            return
         self._meter.posted = max(self._meter.posted, message.end)
         start = 0
         # Fresh, all at once: nobody sees it before it is complete.
@@ -168,10 +169,7 @@ class _Receiving:
             self._go_on_if_wanted()
             some = chunks[first : first + most]
             end = start + sum(chunk.nbytes for chunk in some)
-            if landings.alike:
-                ground.put_alike(some, buffer[start:end])
-            else:
-                ground.put(some, where[first : first + most], buffer[start:end])
+            ground.put_alike(some, buffer[start:end])
             start = end
 
     def _go_on_if_wanted(self) -> None:

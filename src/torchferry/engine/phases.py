@@ -37,7 +37,9 @@ class Phases:
             error.phase = error.phase or name
             error.peer = peer if error.peer is None else error.peer
             if isinstance(error, TimeoutError) and LinkStalled not in {type(error), type(error.__cause__)}:
-                error.what += f". The timeout was {self._timeout_s:g} s"
+                error.what += (
+                    f"{'' if error.what.endswith('?') else '.'} The timeout was {self._timeout_s:g} s"
+                )
             raise
         finally:
             seconds = time.perf_counter() - start

@@ -63,11 +63,20 @@ class Ground:
                 return run_of(memory, chunk.piece), Landing(rest, landing.spread)
         return None
 
-    def put(self, chunks: Sequence[Chunk], landings: Sequence[Landing], buffer: torch.Tensor) -> None:
-        """Copy chunks, which lie in a buffer one after the other, to every place of their landings."""
+    def put(
+        self,
+        chunks: Sequence[Chunk],
+        landings: Sequence[Landing],
+        buffer: torch.Tensor,
+        before_each: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy chunks, which lie in a buffer one after the other, to every place of their landings.
+
+        `before_each` is called before every place that is written, and may raise.
+        """
         position = 0
         for chunk, landing in zip(chunks, landings, strict=True):
-            self._put(chunk, landing, buffer[position : position + chunk.nbytes])
+            self._put(chunk, landing, buffer[position : position + chunk.nbytes], before_each)
             position += chunk.nbytes
 
     def put_alike(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
@@ -82,10 +91,14 @@ class Ground:
             pieces, memories = [chunk.piece for chunk in chunks], self._target.memories
             scatter([memories[piece.storage] for piece in pieces], pieces, buffer)
 
-    def _put(self, chunk: Chunk, landing: Landing, buffer: torch.Tensor) -> None:
+    def _put(
+        self, chunk: Chunk, landing: Landing, buffer: torch.Tensor, before_each: Callable[[], None]
+    ) -> None:
         for place in landing.direct:
+            before_each()
             store(self._memory(place), chunk.piece, buffer)
         for each in landing.spread:
+            before_each()
             assert self._target is not None, "only a local state has tensors to spread into"
             spread(
                 buffer,
