@@ -99,6 +99,7 @@ class _Receiving:
             buffer, rest = self._staging.take(message.nbytes), None
         else:
             buffer, rest = straight
+        self._go_on_if_wanted()
         pending = self._link.recv(buffer, self._meter.peer, self._tags.of(message))
         if not staged:
             self._meter.posted = message.end

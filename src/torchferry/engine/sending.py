@@ -112,20 +112,26 @@ def _payload_steps(
             # What it says is known when its messages were sent; of the last one, when all were.
             while window and (item.last or None in cargo.digests[item.first : item.end]):
                 yield from window.finish_oldest()
-            buffer = _seal(cargo, item).to(link.device)
-            window.add(link.send(buffer, peer, tags.of(item)), item.nbytes)
-            continue
-        in_place = not cargo.stages(link, item)
-        yield from window.make_room(item.nbytes, in_place=in_place)
+        else:
+            yield from window.make_room(item.nbytes, in_place=not cargo.stages(link, item))
         try:
-            buffer, staged = cargo.outgoing(link, item, staging)
+            if meter.given_up:
+                # Its caller was told that this peer did not get the state, and may be changing it.
+                raise LinkTimeout("the transfer was given up", peer=peer)
+            if isinstance(item, Seal):
+                buffer, staged = _seal(cargo, item).to(link.device), True
+            else:
+                buffer, staged = cargo.outgoing(link, item, staging)
         except Exception:
             envelope, rest = cargo.envelope, sequence[place:]
             meter.told = yield from say_farewell(link, peer, rest, envelope, envelope.origin, window)
             raise
         pending = link.send(buffer, peer, tags.of(item))
-        done = _sent(cargo, meter, item, buffer, staging if staged else None)
-        window.add(pending, item.nbytes, done, in_place=in_place)
+        if isinstance(item, Seal):
+            window.add(pending, item.nbytes)
+        else:
+            done = _sent(cargo, meter, item, buffer, staging if staged else None)
+            window.add(pending, item.nbytes, done, in_place=not staged)
 
 
 def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:

@@ -84,8 +84,6 @@ def _take_steps(lane: Lane[T], deadline_s: float) -> T:
     step: Callable[[], Pending] = partial(next, lane.steps)
     while True:
         with lane.at_work:
-            if lane.meter.given_up:
-                raise late(peer)
             try:
                 pending = step()
             except StopIteration as stop:
