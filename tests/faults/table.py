@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from tests.faults import cases, test_leaks, test_matrix, test_promises, test_relays
+from tests.faults import cases, test_leaks, test_matrix, test_own_work, test_promises, test_relays
 from tests.faults.cases import Case
 from tests.faults.promised import Promise
 
@@ -22,9 +22,11 @@ of the rest, `make faults` plays everything.
 
 What always holds:
 
-- One deadline covers a transfer. Past it, the error is a `TimeoutError`, at most 0.5 s late.
-- A peer that is gone is found within 1 s, between messages or in the middle of one. The error is a
-  `ConnectionError`.
+- One deadline covers a transfer. Past it, the error is a `TimeoutError`, at most 0.5 s late. Only what this
+  process itself does before the first byte moves (your own `state_dict` function, describing, comparing) is
+  not interrupted: the deadline is looked at afterwards.
+- A peer that keeps this process waiting and is gone is found within 1 s, between messages or in the middle of
+  one. The error is a `ConnectionError`. One that leaves when all it had to send is on its way is not missed.
 - Both name the peer and the phase; once tensors move, also the path and how many bytes are done of how many.
 - An error that is not `TargetTorn` means that no local tensor was changed. `TargetTorn` says which paths are
   whole, torn and untouched, and the tests compare that with what the tensors really hold. Once the error
@@ -92,7 +94,7 @@ def _promises() -> Iterator[str]:
     yield "The last column has the rows of what torchferry's ancestors get wrong for which the test stands.\n"
     yield "| when | what is promised | shown by | rows |"
     yield "| --- | --- | --- | --- |"
-    for module in (test_promises, test_relays, test_leaks):
+    for module in (test_promises, test_own_work, test_relays, test_leaks):
         for name, promise in _shown(module):
             file = module.__name__.rpartition(".")[2]
             rows = ", ".join(map(str, promise.rows))

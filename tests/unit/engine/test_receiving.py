@@ -15,6 +15,7 @@ from torchferry.engine import Pull, Push, destination, payload, pull, push
 from torchferry.engine.digest import digests
 from torchferry.errors import (
     BadManifest,
+    Corrupted,
     FerryError,
     LinkTimeout,
     StateError,
@@ -295,3 +296,20 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
         receive(sent(state, ahead_bytes=1 << 30), target=lambda: local)
     assert len(raised.value.whole) == calls[0]
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
+
+
+def test_another_transfer_s_seal_is_not_taken_for_one_s_own() -> None:
+    network = MemoryNetwork()
+    link = network.link(0)
+    terms = Push(10, MAX_METADATA_BYTES)
+    state = {"a": torch.ones(3 << 20, dtype=torch.uint8)}
+    push(link, [1], state, terms)
+    boxes = {address: list(box) for address, box in network._boxes.items() if box}
+    # The same again, as if by another process with the same number: bytes and seals fit each other.
+    other = MemoryNetwork()
+    push(other.link(0), [1], {"a": torch.full((3 << 20,), 2, dtype=torch.uint8)}, terms)
+    for address in list(boxes)[2:]:
+        network._boxes[address] = other._boxes[address]
+    with pytest.raises(Corrupted) as raised:
+        receive(network)
+    assert raised.value.paths == ("a",)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from torchferry.core.plan import WINDOW_BYTES, Message
-from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.engine.cargo import Cargo
-from torchferry.errors import LinkTimeout, PeerGaveUp, StateChanged, Unsendable
+from torchferry.errors import LinkTimeout, PeerGaveUp, SendLate, StateChanged, Unsendable
 from torchferry.links.base import Pending
-from torchferry.testing import MemoryNetwork
+from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Receipt
 
 TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
@@ -241,3 +242,46 @@ def test_a_change_during_the_send_is_noticed_however_it_is_made(how: str, count:
     with pytest.raises(StateChanged) as raised:
         push(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
     assert raised.value.paths == ("changed",)
+
+
+class Held:
+    """A link on which what follows the frame is held back from rank 1 until it is let go."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self._link = link
+        self.device = link.device
+        self.sends_short = True
+        self.takes = link.takes
+        self.probe = link.probe
+        self.break_off = link.break_off
+        self.recv = link.recv
+        self.let_go = threading.Event()
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        sent = self._link.send(buffer, peer, tag)
+        return HeldBack(self.let_go) if peer == 1 and tag not in (LENGTH_TAG, FRAME_TAG) else sent
+
+
+class HeldBack:
+    """A message that is complete when it is let go."""
+
+    def __init__(self, let_go: threading.Event) -> None:
+        self._let_go = let_go
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._let_go.wait(timeout_s):
+            raise LinkTimeout("held back")
+
+
+def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork()
+    link = Held(network.link(0))
+    state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
+    with pytest.raises(SendLate) as raised:
+        push(link, [1, 2], state, Push(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False))
+    assert raised.value.delivered == (2,)
+    link.let_go.set()
+    received, _ = pull(network.link(2), 0, Pull(5, MAX_METADATA_BYTES))
+    assert isinstance(received, dict)
+    with pytest.raises(PeerGaveUp):
+        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
