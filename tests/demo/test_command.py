@@ -123,7 +123,7 @@ class TestWithoutTheExtra:
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert stopped.value.code == 2
-        assert "pip install 'torchferry[cli]'" in capsys.readouterr().err
+        assert "pip install '.[cli]'" in capsys.readouterr().err
 
     def test_another_missing_module_is_not_blamed_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "rich", None)

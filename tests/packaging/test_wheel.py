@@ -152,7 +152,7 @@ def test_the_command_is_installed_and_without_its_extra_says_what_it_needs(insta
         [installed.with_name("torchferry"), "demo"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0
-    assert "pip install 'torchferry[cli]'" in done.stderr
+    assert "pip install '.[cli]'" in done.stderr
 
 
 def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:

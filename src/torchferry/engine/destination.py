@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool)
     site, local = target.site, target.description()
     if local is None:
         prepared = target.prepare(manifest)
-        fresh = Fresh(manifest)
+        fresh = Fresh(manifest, time.perf_counter)
         # What goes straight where it belongs. The rest is made when it is there.
         fresh.set_aside(plan.unpacked_storages())
         return Destination(

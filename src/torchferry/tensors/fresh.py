@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchferry.core.extents import Extent
 from torchferry.core.figures import figure
 from torchferry.core.manifest import Manifest, TensorSpec
 from torchferry.core.plan import Chunk
@@ -23,13 +24,12 @@ from torchferry.errors import StateError
 from torchferry.tensors.memory import (
     CPU,
     DTYPES,
-    HUGE_FROM_BYTES,
     Memory,
     check_room,
     new_memory,
-    prefer_huge_pages,
     scatter,
 )
+from torchferry.tensors.pages import WORTH_IT_BYTES, HugePages
 
 # Torch's own stubs have these return nothing.
 _unbind_copy: Callable[[torch.Tensor], Sequence[torch.Tensor]] = torch.unbind_copy  # type: ignore[assignment]
@@ -49,8 +49,10 @@ class Fresh:
     `tensors` has those that were made out of messages, by number.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, clock: Callable[[], float] | None = None) -> None:
         """Check that there can be enough of it.
+
+        With a clock, large memory is had in large pages, if those turn out to be fast.
 
         Raises:
             StateError: the machine has less.
@@ -61,6 +63,7 @@ class Fresh:
         self._inference = torch.is_inference_mode_enabled()
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
+        self._pages = HugePages(clock)
 
     def memory(self, storage: int) -> Memory:
         """Give the memory of a storage.
@@ -75,9 +78,14 @@ class Fresh:
                 self._memories[storage] = found = new_memory(nbytes, CPU)
             except (RuntimeError, MemoryError) as error:
                 raise self._no_memory(error) from None
-            if nbytes >= HUGE_FROM_BYTES:
-                prefer_huge_pages(found)
         return found
+
+    def fault_in(self, piece: Extent) -> None:
+        """Have the pages ready that a piece is about to be received into, if they can be had fast."""
+        nbytes = self._manifest.storages[piece.storage]
+        if nbytes >= WORTH_IT_BYTES:
+            first = self.memory(piece.storage).storage.data_ptr()
+            self._pages.fault_in(first + piece.offset, first + piece.end, first + nbytes)
 
     def set_aside(self, storages: Iterable[int]) -> None:
         """Set memory aside for these storages now.

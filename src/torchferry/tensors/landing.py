@@ -59,6 +59,8 @@ class Ground:
         for place in landing.direct:
             memory = self._memory(place)
             if takes(memory.device):
+                if self._fresh is not None:
+                    self._fresh.fault_in(chunk.piece)
                 rest = tuple(other for other in landing.direct if other is not place)
                 return run_of(memory, chunk.piece), Landing(rest, landing.spread)
         return None

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from operator import add, gt
@@ -84,44 +83,6 @@ def new_memory(nbytes: int, device: torch.device) -> Memory:
     """Set aside memory for one storage, not filled."""
     storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     return Memory(storage, 0, device)
-
-
-_HUGE_PAGE_BYTES = 2 << 20
-HUGE_FROM_BYTES = 4 * _HUGE_PAGE_BYTES
-"""Memory of this size is worth huge pages."""
-
-_MADV_HUGEPAGE = 14
-
-
-def prefer_huge_pages(memory: Memory) -> None:
-    """Ask for large fresh memory in pages of 2 MiB.
-
-    New memory is given page by page as it is first written to, and 4 KiB at a time that takes longer than the
-    bytes take to arrive. Where the system does not know of it, nothing changes.
-    """
-    nbytes = memory.storage.nbytes()
-    if _madvise is None:
-        return
-    first = memory.storage.data_ptr()
-    # Only pages that are this memory's alone: the rest is somebody else's to decide on.
-    start = -(-first // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    end = (first + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if start < end:
-        _madvise(start, end - start, _MADV_HUGEPAGE)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_madvise = _find_madvise()
 
 
 def memory_at(address: int, nbytes: int) -> Memory:
