@@ -7,9 +7,11 @@ workers start when a test first uses them, serve every later test, and are repla
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import hypothesis
 import pytest
@@ -20,6 +22,9 @@ from tests.support.cluster import Cluster
 # Examples that go through real processes take as long as they take.
 hypothesis.settings.register_profile("torchferry", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torchferry")
+
+# What takes seconds to import. Not torchferry itself: the server would look for it on its own path.
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "msgspec", "xxhash"]
 
 _open_clusters: list[Cluster] = []
 
@@ -38,6 +43,14 @@ def _nothing_outlives_the_session() -> Iterator[None]:
     )
 
 
+@pytest.fixture(scope="session")
+def _nursery(_nothing_outlives_the_session: None) -> Iterator[None]:
+    """A process that has imported torch and started nothing: workers are forked from it in no time."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 def pytest_runtest_logfinish() -> None:
     """After each test."""
     for cluster in _open_clusters:
@@ -45,21 +58,21 @@ def pytest_runtest_logfinish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[Cluster]:
+def pair(_nursery: None) -> Iterator[Cluster]:
     """Two workers in one gloo group."""
     with _cluster(2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def quad() -> Iterator[Cluster]:
+def quad(_nursery: None) -> Iterator[Cluster]:
     """Four workers in one gloo group."""
     with _cluster(4) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def octet() -> Iterator[Cluster]:
+def octet(_nursery: None) -> Iterator[Cluster]:
     """Eight workers in one gloo group."""
     with _cluster(8) as cluster:
         yield cluster
@@ -67,7 +80,7 @@ def octet() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _cluster(world_size: int) -> Iterator[Cluster]:
-    with Cluster(world_size) as cluster:
+    with Cluster(world_size, start_method="forkserver") as cluster:
         _open_clusters.append(cluster)
         try:
             yield cluster

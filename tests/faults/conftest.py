@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Iterator
-from multiprocessing import forkserver
 
 import pytest
 
 from tests.support.cluster import Cluster
-
-# What takes seconds to import. Not torchferry itself: the server would look for it on its own path.
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "msgspec", "xxhash"]
-
-
-@pytest.fixture(scope="session")
-def _nursery(_nothing_outlives_the_session: None) -> Iterator[None]:
-    """A process that has imported torch and started nothing: workers are forked from it in no time."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

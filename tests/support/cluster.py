@@ -116,7 +116,7 @@ class Cluster:
 
     They start with the first run. `timeout_s` is the deadline of a run, `group_timeout_s` that of
     the group itself, shorter so that a collective which hangs is reported from where it hangs.
-    `start_method` is multiprocessing's: "spawn", or "forkserver" for tests that lose many workers.
+    `start_method` is multiprocessing's: "spawn", or "forkserver", whose workers start at once.
     """
 
     def __init__(
