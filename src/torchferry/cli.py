@@ -68,7 +68,3 @@ def _build_app() -> typer.Typer:
     app.command()(bench)
     app.command()(bench_cluster)
     return app
-
-
-if __name__ == "__main__":
-    main()

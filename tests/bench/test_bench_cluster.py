@@ -44,7 +44,7 @@ def running(*options: str) -> Iterator[subprocess.Popen[str]]:
     others = set(namespaces())
     known = all_processes()
     process = subprocess.Popen(
-        [sys.executable, "-m", "torchferry.cli", "bench-cluster", "--size", "smoke", *options],
+        [sys.executable, "-m", "torchferry", "bench-cluster", "--size", "smoke", *options],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -129,7 +129,7 @@ class TestTheCommand:
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give up root's rights")
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv to give up rights with")
 def test_it_is_refused_to_root_in_a_container_without_the_rights() -> None:
-    command = [sys.executable, "-m", "torchferry.cli", "bench-cluster"]
+    command = [sys.executable, "-m", "torchferry", "bench-cluster"]
     done = subprocess.run(
         ["setpriv", "--bounding-set", "-net_admin", *command],
         env=ENVIRONMENT,

@@ -23,7 +23,7 @@ from torchferry.bench.systems import SYSTEMS
 from torchferry.bench.works import FERRY, METADATA, Size, works
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "torchferry.cli", "bench"]
+COMMAND = [sys.executable, "-m", "torchferry", "bench"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 # Far more than it takes on an idle machine, where it is some ten seconds.
 DEADLINE_S = 240.0
@@ -132,7 +132,7 @@ class TestUnderTorchrun:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
         printed = run(
             *("--size", "smoke", "--work", "small-fresh", "--work", "receivers", "--system", "torchferry"),
-            command=[*torchrun, "torchferry.cli", "bench"],
+            command=[*torchrun, "torchferry", "bench"],
         )
         assert "left out: receivers-2 needs 3 ranks, and there are 2" in printed
         assert printed.count("the marks") == 1

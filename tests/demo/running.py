@@ -68,7 +68,7 @@ def running(*options: str, deadline_s: float = 90.0) -> Iterator[Run]:
     # A short path, because a socket lies in it.
     with tempfile.TemporaryDirectory(prefix="tf") as temporary:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchferry.cli", "demo", *options],
+            [sys.executable, "-m", "torchferry", "demo", *options],
             env={**ENVIRONMENT, _MARK: mark, "TMPDIR": temporary},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

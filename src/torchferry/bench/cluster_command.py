@@ -53,7 +53,8 @@ def bench_cluster(
     outputs = asking.Outputs(json=json, report=report)
     try:
         outputs.check()
-        results = measuring_cluster.measure(Size(size), hosts, repeats, _command_line(), console)
+        command = _command(size, hosts, repeats)
+        results = measuring_cluster.measure(Size(size), hosts, repeats, command, console)
         console.print(measuring_cluster.growth_table(results))
         exit_code = asking.show(results, outputs, console)
     except asking.Refused as refusal:
@@ -72,9 +73,14 @@ def _stop(console: Console, message: str, exit_code: int) -> NoReturn:
     raise typer.Exit(exit_code)
 
 
-def _command_line() -> str:
-    # By its name: where it lies on this machine is nobody's concern.
-    return shlex.join(["torchferry", *sys.argv[1:]])
+def _command(size: str, hosts: int, repeats: int | None) -> str:
+    """How to ask it again. Where the results were written to is nobody else's concern.
+
+    >>> _command("small", 7, 3)
+    'torchferry bench-cluster --size small --hosts 7 --repeats 3'
+    """
+    words = ["torchferry", "bench-cluster", "--size", size, "--hosts", str(hosts)]
+    return shlex.join(words + ([] if repeats is None else ["--repeats", str(repeats)]))
 
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:

@@ -41,7 +41,10 @@ from torchferry.tensors.memory import CPU, gather, run_of
 
 @dataclass(frozen=True)
 class Push:
-    """How a state is to be sent. `relay` forces or forbids that receivers forward to each other."""
+    """How a state is to be sent. `relay` forces or forbids that receivers forward to each other.
+
+    `if_unmet` is what to ask if nothing was heard of a peer by the deadline, with its rank in {peer}.
+    """
 
     timeout_s: float
     max_metadata_bytes: int
@@ -57,6 +60,7 @@ class Push:
     ahead_bytes: int = AHEAD_BYTES
     stall_s: float | None = None
     verify: bool = True
+    if_unmet: str = ""
     runner: Callable[[], Runner] = ThreadRunner
 
 
@@ -145,7 +149,8 @@ class Cargo:
         found: set[int] = set()
         if storages := {tensors[number].storage for number in self.source.changed_tensors()}:
             found.update(n for n, extent in enumerate(self.plan.extents) if extent.storage in storages)
-        for message, sample in zip(self.plan.messages, self.samples, strict=bool(self.samples)):
+        sampled = zip(self.plan.messages, self.samples, strict=True) if self.samples else ()
+        for message, sample in sampled:
             if sample != self._sample(message):
                 ends = self.plan.chunks[message.first], self.plan.chunks[message.end - 1]
                 found.update(chunk.extent for chunk in ends)
@@ -157,7 +162,7 @@ class Cargo:
     def _differing(self, message: Message, storages: set[int] | None) -> set[int]:
         """List the extents in a message whose bytes, read again, are not those that were hashed.
 
-        Of these storages, if it is not to be all of them.
+        It is only read if it has anything of these storages, if there are any given.
         """
         chunks = self.plan.chunks_of(message)
         known = self.digests[message.first : message.end]

@@ -21,6 +21,7 @@ from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
+from torchferry.tensors.pages import HugePages
 
 
 class Target:
@@ -117,7 +118,7 @@ def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool)
     site, local = target.site, target.description()
     if local is None:
         prepared = target.prepare(manifest)
-        fresh = Fresh(manifest, time.perf_counter)
+        fresh = Fresh(manifest, HugePages(time.perf_counter))
         # What goes straight where it belongs. The rest is made when it is there.
         fresh.set_aside(plan.unpacked_storages())
         return Destination(

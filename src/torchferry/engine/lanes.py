@@ -11,6 +11,7 @@ scheduler with a clock of its own in the simulation.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Generic, Protocol
@@ -60,11 +61,9 @@ class Lane(Generic[T]):
             self._on_failure(error)
 
     def give_up(self, error: BaseException) -> None:
-        """End the lane from outside, and wait until it does no more work."""
+        """End the lane from outside. It may still be at work, but begins nothing more."""
         self.meter.given_up = True
         self.settle(None, error)
-        if self.at_work.acquire(timeout=_REST_S):
-            self.at_work.release()
 
 
 class Runner(Protocol):
@@ -95,14 +94,25 @@ def run_lanes(link: Link, lanes: Sequence[Lane[T]], rules: Rules, runner: Runner
             runner.start(lane, rules)
         while open_lanes := [lane for lane in lanes if not lane.over]:
             again_s = min(_look_after(lane, link, rules, runner.now_s()) for lane in open_lanes)
+            _let_rest([lane for lane in open_lanes if lane.meter.given_up])
             if not any(lane.over for lane in open_lanes):
                 runner.sleep(open_lanes, again_s)
     except BaseException as interrupt:
         for lane in lanes:
             lane.give_up(interrupt)
+        _let_rest(lanes)
+        for lane in lanes:
             link.break_off(lane.meter.peer)
         runner.end(lanes)
         raise
+
+
+def _let_rest(lanes: Sequence[Lane[Any]]) -> None:
+    """Wait until lanes that were given up do no more work: for all together as long as one may take."""
+    ends_s = time.monotonic() + _REST_S
+    for lane in lanes:
+        if lane.at_work.acquire(timeout=max(ends_s - time.monotonic(), 0.0)):
+            lane.at_work.release()
 
 
 def _look_after(lane: Lane[Any], link: Link, rules: Rules, now_s: float) -> float:

@@ -17,7 +17,7 @@ from torchferry.engine.meter import Meter
 from torchferry.engine.relay import Relay
 from torchferry.engine.staging import Staging
 from torchferry.engine.window import Steps, Window
-from torchferry.errors import LinkTimeout, PeerGaveUp, StateError
+from torchferry.errors import PeerGaveUp, StateError
 from torchferry.links.base import Link
 from torchferry.tensors.landing import Ground
 
@@ -57,6 +57,7 @@ class Payload:
         Raises:
             PeerGaveUp: the sender, or who was to forward, said farewell.
             LinkError: the link failed.
+            StateError: the local state could not be written.
         """
         return _Receiving(self).steps(Window(window_bytes, in_place_window_bytes))
 
@@ -99,7 +100,7 @@ class _Receiving:
             buffer, rest = self._staging.take(message.nbytes), None
         else:
             buffer, rest = straight
-        self._go_on_if_wanted()
+        self._meter.go_on_if_wanted()
         pending = self._link.recv(buffer, self._meter.peer, self._tags.of(message))
         if not staged:
             self._meter.posted = message.end
@@ -154,29 +155,24 @@ class _Receiving:
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
             if rest.direct or rest.spread:
-                ground.put(chunks, [rest], buffer, self._go_on_if_wanted)
+                ground.put(chunks, [rest], buffer, self._meter.go_on_if_wanted)
             return
         if not landings.alike:
             where = [landings.of(chunk) for chunk in chunks]
             if any(landing.direct or landing.spread for landing in where):
                 self._meter.posted = max(self._meter.posted, message.end)
-                ground.put(chunks, where, buffer, self._go_on_if_wanted)
+                ground.put(chunks, where, buffer, self._meter.go_on_if_wanted)
             return
         self._meter.posted = max(self._meter.posted, message.end)
         start = 0
         # Fresh, all at once: nobody sees it before it is complete.
         most = _PUT_AT_ONCE if ground.is_local else len(chunks)
         for first in range(0, len(chunks), most):
-            self._go_on_if_wanted()
+            self._meter.go_on_if_wanted()
             some = chunks[first : first + most]
             end = start + sum(chunk.nbytes for chunk in some)
             ground.put_alike(some, buffer[start:end])
             start = end
-
-    def _go_on_if_wanted(self) -> None:
-        """Stop if the caller has been told that this is over: nothing may be written any more."""
-        if self._meter.given_up:
-            raise LinkTimeout("the transfer was given up", peer=self._meter.peer)
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""

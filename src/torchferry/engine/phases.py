@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torchferry.errors import FerryError, LinkStalled
+from torchferry.errors import FerryError, LinkStalled, LinkTimeout, SendFailed, TargetTorn
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Phases:
         except FerryError as error:
             error.phase = error.phase or name
             error.peer = peer if error.peer is None else error.peer
-            if isinstance(error, TimeoutError) and LinkStalled not in {type(error), type(error.__cause__)}:
+            if _ran_out(error):
                 error.what += (
                     f"{'' if error.what.endswith('?') else '.'} The timeout was {self._timeout_s:g} s"
                 )
@@ -44,6 +44,15 @@ class Phases:
         finally:
             seconds = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Say whether an error is, or comes of, a deadline that passed: a peer may stall long before."""
+    if isinstance(error, SendFailed):
+        return any(map(_ran_out, error.failed.values()))
+    if isinstance(error, TargetTorn):
+        return _ran_out(error.__cause__)
+    return isinstance(error, LinkTimeout) and not isinstance(error, LinkStalled)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torchferry.core.watch import Rules
 from torchferry.engine.destination import Destination, Target, destination, nowhere, say_torn
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, Runner, run_lanes
-from torchferry.engine.meter import Meter, note_progress
+from torchferry.engine.meter import Meter, ask_after_unmet, note_progress
 from torchferry.engine.payload import Arrival, Payload
 from torchferry.engine.phases import Phases
 from torchferry.engine.relay import Relay
@@ -37,7 +37,6 @@ from torchferry.errors import (
     Corrupted,
     FerryError,
     LinkError,
-    LinkTimeout,
     PeerGaveUp,
     StepMismatch,
 )
@@ -52,7 +51,10 @@ _LAST_WORD_S = 0.5
 
 @dataclass(frozen=True)
 class Pull:
-    """How a state is to be received. `members` are the ranks that there are, if that is known."""
+    """How a state is to be received. `members` are the ranks that there are, if that is known.
+
+    `if_unmet` is what to ask if nothing was heard of the peer by the deadline, with its rank in {peer}.
+    """
 
     timeout_s: float
     max_metadata_bytes: int
@@ -67,6 +69,7 @@ class Pull:
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     stall_s: float | None = None
     verify: bool = True
+    if_unmet: str = ""
     runner: Callable[[], Runner] = ThreadRunner
 
 
@@ -145,15 +148,13 @@ class _Transfer:
             raise
 
     def _receive_frame(self) -> bytes:
-        meter = Meter(self._peer, "receive metadata")
+        meter = Meter(self._peer, "receive metadata", met=False)
         with self._group.header("receive", self._peer, self._phases.left_s):
             self.at_rest = False
-            steps = frame_steps(self._link, self._peer, self._terms.max_metadata_bytes)
-            lane = Lane(meter, steps)
+            lane = Lane(meter, frame_steps(self._link, meter, self._terms.max_metadata_bytes))
             self._run([lane])
-            if isinstance(lane.error, LinkTimeout):
-                asked = f"Is rank {self._peer} in send_checkpoint, with this rank in dst_ranks"
-                lane.error.what += f". {asked}, on the same group?"
+            if lane.error is not None:
+                ask_after_unmet(lane.error, meter, self._terms.if_unmet)
             return _outcome(lane)
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:
@@ -186,7 +187,7 @@ class _Transfer:
         if self._route.next is not None:
             onward = Meter(self._route.next, "forward tensors", plan.payload_bytes)
             relay = Relay(self._link, envelope, plan, onward, window_bytes)
-            forwarding = Lane(onward, relay.steps(), on_failure=_ending(relay))
+            forwarding = Lane(onward, relay.steps(), on_failure=self._ending(relay))
         staging = self._group.staging(self._link.device, pinned=not receiver.ground.is_all_cpu)
         payload = Payload(
             self._link,
@@ -210,6 +211,8 @@ class _Transfer:
         self._run([lane, forwarding])
         arrival = _outcome(lane)
         if forwarding.error is None:
+            for buffer in relay.used():
+                staging.give_back(buffer)
             self._group.keep(staging)
             return arrival, None
         if isinstance(forwarding.error, FerryError):
@@ -224,7 +227,7 @@ class _Transfer:
         """If nothing more arrives here, let the next receiver know, for as long as that may take."""
 
         def tell(error: BaseException) -> None:
-            culprit = self._terms.rank or 0
+            culprit = self._own_rank
             if isinstance(error, PeerGaveUp) and error.culprit is not None:
                 culprit = error.culprit
             elif isinstance(error, LinkError):
@@ -233,6 +236,14 @@ class _Transfer:
             relay.fail(culprit)
 
         return tell
+
+    def _ending(self, relay: Relay) -> Callable[[BaseException], None]:
+        """If the next receiver is lost, nobody waits for it; and if it comes back, it is told."""
+        return lambda _: relay.end(self._own_rank)
+
+    @property
+    def _own_rank(self) -> int:
+        return self._terms.rank or 0
 
     def _judge(self, arrival: Arrival, envelope: Envelope, plan: Plan) -> None:
         if arrival.refusal is not None:
@@ -270,10 +281,6 @@ def _outcome(lane: Lane[T]) -> T:
     return lane.value  # type: ignore[return-value]
 
 
-def _ending(relay: Relay) -> Callable[[BaseException], None]:
-    return lambda _: relay.end()
-
-
 def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
     """Find out where the payload comes from and whom it goes to.
 
@@ -290,17 +297,18 @@ def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
     return route
 
 
-def frame_steps(link: Link, peer: int, max_bytes: int) -> Steps[bytes]:
+def frame_steps(link: Link, meter: Meter, max_bytes: int) -> Steps[bytes]:
     """Receive a length, check it, and receive the frame."""
     length = torch.zeros(1, dtype=torch.int64, device=link.device)
-    yield link.recv(length, peer, LENGTH_TAG)
+    yield link.recv(length, meter.peer, LENGTH_TAG)
+    meter.meet()
     nbytes = int(length.item())
     check_length(nbytes, max_bytes)
     # Zeroed, so that what is read never depends on what this memory held before.
     frame = bytearray(nbytes)
     host = torch.frombuffer(frame, dtype=torch.uint8)
     buffer = host if link.takes(host.device) else host.to(link.device)
-    yield link.recv(buffer, peer, FRAME_TAG)
+    yield link.recv(buffer, meter.peer, FRAME_TAG)
     if buffer is not host:
         host.copy_(buffer)
     return bytes(frame)

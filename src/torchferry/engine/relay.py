@@ -73,10 +73,12 @@ class Relay:
                 self._culprit = culprit
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """Say that nothing is forwarded any more, so that nobody waits for it."""
+    def end(self, culprit: int) -> None:
+        """Say that nothing is forwarded any more, and whose doing that is, so that nobody waits for it."""
         with self._changed:
             self._over = True
+            if self._culprit is None:
+                self._culprit = culprit
             self._used.extend(offer.buffer for offer in self._offers if offer.staged)
             self._offers.clear()
             self._changed.notify_all()
@@ -97,11 +99,14 @@ class Relay:
             meter.idle = True
             yield _Until(self, lambda: bool(self._offers) or self._culprit is not None)
             meter.idle = False
-            if not self._offers:
-                yield from self._give_up(place, window)
-            yield from window.make_room(item.nbytes)
+            if self._offers:
+                yield from window.make_room(item.nbytes)
             with self._changed:
-                offer = self._offers.popleft()
+                # Perhaps there was one, and while room was made for it all of this was given up.
+                offer = self._offers.popleft() if self._offers else None
+            if offer is None:
+                yield from self._give_up(place, window)
+                return
             pending = self._link.send(offer.buffer, meter.peer, tags.of(item))
             window.add(pending, item.nbytes, self._sent(offer))
         yield from window.finish()

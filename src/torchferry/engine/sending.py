@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -16,7 +15,7 @@ from torchferry.engine.cargo import Cargo, Push, check_frame, load_cargo
 from torchferry.engine.farewell import say_farewell
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, run_lanes
-from torchferry.engine.meter import Meter, note_progress
+from torchferry.engine.meter import Meter, ask_after_unmet, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.staging import Staging
 from torchferry.engine.window import Steps, Window
@@ -69,7 +68,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
         except BaseException as interrupt:
             group.mark_broken(interrupt)
             raise
-        _raise_failures(link, lanes, cargo, group)
+        _raise_failures(link, lanes, cargo, group, terms.if_unmet)
     return Report(
         tuple(peers),
         cargo.plan.payload_bytes,
@@ -94,7 +93,7 @@ def send_steps(
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
     with group.header("send", peer, left_s):
         window.add(link.send(length, peer, LENGTH_TAG), 0)
-        window.add(link.send(frame, peer, FRAME_TAG), len(data), partial(setattr, meter, "met", True))
+        window.add(link.send(frame, peer, FRAME_TAG), len(data), meter.meet)
     staging = group.staging(link.device, pinned=not cargo.source.is_all_cpu)
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window, staging)
@@ -115,11 +114,9 @@ def _payload_steps(
         else:
             yield from window.make_room(item.nbytes, in_place=not cargo.stages(link, item))
         try:
-            if meter.given_up:
-                # Its caller was told that this peer did not get the state, and may be changing it.
-                raise LinkTimeout("the transfer was given up", peer=peer)
+            meter.go_on_if_wanted()
             if isinstance(item, Seal):
-                buffer, staged = _seal(cargo, item).to(link.device), True
+                buffer, staged = _seal(cargo, item).to(link.device), False
             else:
                 buffer, staged = cargo.outgoing(link, item, staging)
         except Exception:
@@ -129,9 +126,12 @@ def _payload_steps(
         pending = link.send(buffer, peer, tags.of(item))
         if isinstance(item, Seal):
             window.add(pending, item.nbytes)
-        else:
-            done = _sent(cargo, meter, item, buffer, staging if staged else None)
-            window.add(pending, item.nbytes, done, in_place=not staged)
+            continue
+        if staged:
+            # A copy, which nobody changes, and which is still in the cache.
+            cargo.hash(item, buffer)
+        done = _sent(cargo, meter, item, buffer, staging if staged else None)
+        window.add(pending, item.nbytes, done, in_place=not staged)
 
 
 def _seal(cargo: Cargo, seal: Seal) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _sent(
     cargo: Cargo, meter: Meter, message: Message, buffer: torch.Tensor, staging: Staging | None
 ) -> Callable[[], None]:
     def done() -> None:
-        # Not before: the link would have nothing to do meanwhile.
+        # What lies in the state itself not before: the link is busy with the next meanwhile.
         cargo.hash(message, buffer)
         meter.bytes_done += message.nbytes
         meter.done += 1
@@ -154,12 +154,13 @@ def _sent(
     return done
 
 
-def _raise_failures(link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group: Group) -> None:
+def _raise_failures(
+    link: Link, lanes: Sequence[Lane[None]], cargo: Cargo, group: Group, if_unmet: str
+) -> None:
     for lane in lanes:
         if isinstance(lane.error, FerryError):
             note_progress(lane.error, lane.meter, cargo.source.manifest, cargo.plan)
-            if isinstance(lane.error, LinkTimeout) and not lane.meter.met:
-                lane.error.what += f". Is rank {lane.meter.peer} in recv_checkpoint, on the same group?"
+            ask_after_unmet(lane.error, lane.meter, if_unmet)
     failed = _behind({lane.meter.peer: lane.error for lane in lanes if lane.error is not None}, cargo)
     if failed:
         first = next(iter(failed.values()))

@@ -121,6 +121,7 @@ class PGTransport:
             pickle=self._pickle,
             stall_s=self._stall_s,
             verify=self._verify,
+            if_unmet="Is rank {peer} in recv_checkpoint, on the same group?",
         )
         self.last_report = push(self._link, peers, state_dict, terms, self._group)
 
@@ -155,6 +156,7 @@ class PGTransport:
             decode=self._decode,
             stall_s=self._stall_s,
             verify=self._verify,
+            if_unmet="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
         )
         state, self.last_report = pull(self._link, self._peer(src_rank), terms, self._group)
         return state

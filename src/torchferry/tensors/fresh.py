@@ -49,10 +49,8 @@ class Fresh:
     `tensors` has those that were made out of messages, by number.
     """
 
-    def __init__(self, manifest: Manifest, clock: Callable[[], float] | None = None) -> None:
-        """Check that there can be enough of it.
-
-        With a clock, large memory is had in large pages, if those turn out to be fast.
+    def __init__(self, manifest: Manifest, pages: HugePages | None = None) -> None:
+        """Check that there can be enough of it. With `pages`, large memory is had in those.
 
         Raises:
             StateError: the machine has less.
@@ -63,7 +61,7 @@ class Fresh:
         self._inference = torch.is_inference_mode_enabled()
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
-        self._pages = HugePages(clock)
+        self._pages = pages
 
     def memory(self, storage: int) -> Memory:
         """Give the memory of a storage.
@@ -83,7 +81,7 @@ class Fresh:
     def fault_in(self, piece: Extent) -> None:
         """Have the pages ready that a piece is about to be received into, if they can be had fast."""
         nbytes = self._manifest.storages[piece.storage]
-        if nbytes >= WORTH_IT_BYTES:
+        if self._pages is not None and nbytes >= WORTH_IT_BYTES:
             first = self.memory(piece.storage).storage.data_ptr()
             self._pages.fault_in(first + piece.offset, first + piece.end, first + nbytes)
 

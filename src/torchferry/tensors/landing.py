@@ -12,7 +12,17 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Fresh
-from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter, store
+from torchferry.tensors.memory import (
+    CPU,
+    Memory,
+    check_room,
+    new_memory,
+    raw_over,
+    reread,
+    run_of,
+    scatter,
+    store,
+)
 from torchferry.tensors.spread import once, spread
 
 
@@ -50,7 +60,7 @@ class Ground:
     def straight(
         self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
     ) -> tuple[torch.Tensor, Landing] | None:
-        """Give memory that the link can write a chunk into, and what is left to do after that.
+        """Give memory that the link can write a chunk into, pages and all, and what is left to do after that.
 
         None if the chunk must be staged: nowhere to go, gaps, or memory that the link can't reach.
         """
@@ -142,5 +152,5 @@ class Ground:
         if storage not in self._scratch:
             nbytes = self._incoming.storages[storage]
             check_room(nbytes, "scratch memory for a tensor of another layout")
-            self._scratch[storage] = new_memory(nbytes, torch.device("cpu"))
+            self._scratch[storage] = new_memory(nbytes, CPU)
         return self._scratch[storage]

@@ -28,21 +28,17 @@ _MADV_POPULATE_WRITE = 23
 
 
 class HugePages:
-    """Asks for huge pages as long as they are fast, by the given clock; without one, for none."""
+    """Asks for huge pages as long as they are given at once, and fast, by the given clock."""
 
-    def __init__(self, clock: Callable[[], float] | None) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._slow = 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether more are asked for."""
-        return _madvise is not None and self._clock is not None and self._slow < _SLOW_IN_A_ROW
+        self.wanted = _madvise is not None
 
     def fault_in(self, start: int, end: int, limit: int) -> None:
         """Have the pages ready that begin in the memory from `start` to `end`, and are over before `limit`.
 
-        What lies in them is not changed. Where the system does not know of it, nothing happens.
+        What lies in them is not changed.
         """
         page = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         # Only pages that are this memory's alone: the rest is somebody else's to decide on.
@@ -52,11 +48,12 @@ class HugePages:
 
     def _take(self, page: int) -> None:
         assert _madvise is not None, "nothing is wanted where there is nobody to ask"
-        assert self._clock is not None, "nothing is wanted where it can't be timed"
         began_s = self._clock()
         _madvise(page, HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
-        _madvise(page, HUGE_PAGE_BYTES, _MADV_POPULATE_WRITE)
+        # A kernel older than 5.14 refuses. Then it would be had when it is written to, however slowly.
+        given = _madvise(page, HUGE_PAGE_BYTES, _MADV_POPULATE_WRITE) == 0
         self._slow = self._slow + 1 if self._clock() - began_s > _SLOW_S else 0
+        self.wanted = given and self._slow < _SLOW_IN_A_ROW
 
 
 def _find_madvise() -> Callable[[int, int, int], int] | None:

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 import torch
 
 from torchferry.errors import LinkBroken, LinkTimeout
+from torchferry.links.base import Pending
 
 _Address = tuple[int, int, int]
 
@@ -83,7 +84,7 @@ class MemoryLink:
         """Sizes must agree."""
         return False
 
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Sent:
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         """Put a copy into the peer's mailbox.
 
         Raises:
@@ -92,7 +93,7 @@ class MemoryLink:
         self._network._put((self._rank, peer, tag), buffer)
         return Sent()
 
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Receipt:
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         """Wait, once asked to, for a message of exactly the buffer's size."""
         return Receipt(self._network, (peer, self._rank, tag), buffer)
 

@@ -153,11 +153,17 @@ def test_a_state_too_large_for_memory_is_said_so_and_drained() -> None:
 
 def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
     with pytest.raises(LinkTimeout) as raised:
-        receive(MemoryNetwork(), timeout_s=0.05)
+        receive(MemoryNetwork(), timeout_s=0.05, if_unmet="Is rank {peer} there?")
     assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
-    said = str(raised.value)
-    assert "Is rank 0 in send_checkpoint, with this rank in dst_ranks, on the same group?" in said
-    assert "The timeout was 0.05 s" in said
+    assert "Is rank 0 there? The timeout was 0.05 s" in str(raised.value)
+
+
+def test_a_peer_that_was_heard_of_is_not_asked_after() -> None:
+    network = MemoryNetwork()
+    network.link(0).send(torch.tensor([100]), 1, LENGTH_TAG)
+    with pytest.raises(LinkTimeout) as raised:
+        receive(network, timeout_s=0.05, if_unmet="Is rank {peer} there?")
+    assert "nothing came from rank 0 in time. The timeout was 0.05 s" in str(raised.value)
 
 
 def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,36 @@ from torchferry.core.plan import WINDOW_BYTES, Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.engine.cargo import Cargo
-from torchferry.errors import LinkTimeout, PeerGaveUp, SendLate, StateChanged, Unsendable
+from torchferry.errors import (
+    LinkBroken,
+    LinkStalled,
+    LinkTimeout,
+    PeerGaveUp,
+    SendLate,
+    StateChanged,
+    Unsendable,
+)
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Receipt
+
+
+class Short(MemoryLink):
+    """A link whose messages may be shorter than what they are received into, as gloo's may."""
+
+    sends_short = True
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        return WhatThereIs(self._network, (peer, self._rank, tag), buffer)
+
+
+class WhatThereIs(Receipt):
+    """A message that fills as much of its buffer as it has."""
+
+    def wait(self, timeout_s: float) -> None:
+        message = self._network._get(self._address, timeout_s)
+        self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
+
 
 TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
@@ -54,41 +80,26 @@ def test_every_peer_gets_every_message() -> None:
 def test_bytes_are_sent_from_where_they_lie() -> None:
     handed_over: list[int] = []
 
-    class Watching:
+    class Watching(MemoryLink):
         """Notes which memory is handed to the link."""
-
-        def __init__(self) -> None:
-            self._link = MemoryNetwork().link(0)
-            self.device = self._link.device
-            self.sends_short = self._link.sends_short
-            self.takes = self._link.takes
-            self.probe = self._link.probe
-            self.break_off = self._link.break_off
 
         def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
             handed_over.append(buffer.data_ptr())
-            return self._link.send(buffer, peer, tag)
-
-        def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-            return self._link.recv(buffer, peer, tag)
+            return super().send(buffer, peer, tag)
 
     weight = torch.randn(100, 100)
-    push(Watching(), [1], {"w": weight, "part": weight[3]}, TERMS)
+    push(Watching(MemoryNetwork(), 0), [1], {"w": weight, "part": weight[3]}, TERMS)
     assert handed_over[2:] == [weight.data_ptr()]
 
 
-class Slow:
+class Slow(MemoryLink):
     """A link that completes nothing by itself, and counts what is under way."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.sends_short = False
+        super().__init__(MemoryNetwork(), 0)
         self.under_way = 0
         self.most_under_way = 0
         self.waits: list[float] = []
-
-    def takes(self, device: torch.device) -> bool:
-        return True
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         slow, nbytes = self, buffer.nbytes
@@ -101,15 +112,6 @@ class Slow:
                 slow.waits.append(timeout_s)
 
         return Work()
-
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        raise NotImplementedError
-
-    def probe(self, peer: int) -> None:
-        """Never knows."""
-
-    def break_off(self, peer: int) -> None:
-        """Has nothing to break off."""
 
 
 def test_only_so_many_bytes_are_staged_at_once() -> None:
@@ -143,41 +145,44 @@ def test_a_deadline_that_passes_before_anything_was_sent_leaves_it_so() -> None:
     assert network.messages == 0
 
 
-class Deaf:
+class Deaf(MemoryLink):
     """A link on which nobody takes anything."""
 
-    def __init__(self) -> None:
-        self._link = MemoryNetwork().link(0)
-        self.device = self._link.device
-        self.sends_short = self._link.sends_short
-        self.takes = self._link.takes
-        self.probe = self._link.probe
-        self.break_off = self._link.break_off
-
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.recv(torch.empty_like(buffer), peer, tag)
-
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.recv(buffer, peer, tag)
+        return self.recv(torch.empty_like(buffer), peer, tag)
 
 
 def test_a_peer_that_does_not_listen_is_asked_after() -> None:
+    terms = Push(timeout_s=0.05, max_metadata_bytes=1000, if_unmet="Is rank {peer} there?")
     with pytest.raises(LinkTimeout) as raised:
-        push(Deaf(), [1], {"w": torch.ones(20)}, Push(timeout_s=0.05, max_metadata_bytes=1000))
+        push(Deaf(MemoryNetwork(), 0), [1], {"w": torch.ones(20)}, terms)
     said = str(raised.value)
     assert raised.value.phase == "send tensors"
     assert "0 of 80 bytes done, last at w (not even the metadata was taken)" in said
-    assert "Is rank 1 in recv_checkpoint, on the same group?" in said
+    assert "Is rank 1 there?" in said
     assert "The timeout was 0.05 s" in said
+
+
+def test_a_state_without_tensors_has_no_last_path() -> None:
+    with pytest.raises(LinkTimeout, match=r"; 0 of 0 bytes done \(not even") as raised:
+        push(Deaf(MemoryNetwork(), 0), [1], {"step": 7}, Push(timeout_s=0.05, max_metadata_bytes=1000))
+    assert raised.value.path is None
+
+
+def test_a_peer_that_stalls_is_not_said_to_have_run_out_of_time() -> None:
+    network = MemoryNetwork()
+    network.close(1)
+    terms = Push(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False)
+    with pytest.raises(SendLate) as raised:
+        push(Held(network, 0, held=2), [1, 2], {"w": torch.ones(3 << 20, dtype=torch.uint8)}, terms)
+    assert [type(error) for error in raised.value.failed.values()] == [LinkBroken, LinkStalled]
+    assert "The timeout was" not in str(raised.value)
 
 
 def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = MemoryNetwork()
-    link = network.link(0)
-    monkeypatch.setattr(type(link), "sends_short", True)
-    monkeypatch.setattr(Receipt, "wait", wait_for_what_there_is)
     state = {
         "first": torch.ones(8),
         **{f"tiny{n}": torch.tensor(1.0) for n in range(40)},
@@ -193,73 +198,64 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
     outgoing = Cargo.outgoing
     monkeypatch.setattr(Cargo, "outgoing", fail_after_two)
     with pytest.raises(RuntimeError, match="can't be read"):
-        push(link, [1], state, terms)
+        push(Short(network, 0), [1], state, terms)
     with pytest.raises(PeerGaveUp):
-        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
+        pull(Short(network, 1), 0, Pull(5, MAX_METADATA_BYTES))
 
 
-def wait_for_what_there_is(self: Receipt, timeout_s: float) -> None:
-    message = self._network._get(self._address, timeout_s)
-    self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
-
-
-class Meddling:
+class Meddling(MemoryLink):
     """A link on which something happens as soon as the first message of the payload is sent."""
 
     def __init__(self, happens: Callable[[], object]) -> None:
-        self._link = MemoryNetwork().link(0)
+        super().__init__(MemoryNetwork(), 0)
         self._happens = happens
         self._sent = 0
-        self.device = self._link.device
-        self.sends_short = self._link.sends_short
-        self.takes = self._link.takes
-        self.probe = self._link.probe
-        self.break_off = self._link.break_off
-        self.recv = self._link.recv
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self._sent += 1
         if self._sent == 3:
             self._happens()
-        return self._link.send(buffer, peer, tag)
+        return super().send(buffer, peer, tag)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda tensor: tensor.fill_(2),
+    "by .data": lambda tensor: tensor.data.fill_(2),
+    "by ndarray": lambda tensor: tensor.numpy().fill(2),
+}
 
 
 @pytest.mark.parametrize("count", [20, 300_000], ids=["small", "large"])
-@pytest.mark.parametrize("how", ["in place", "by .data", "by ndarray", "an ndarray itself"])
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_change_during_the_send_is_noticed_however_it_is_made(how: str, count: int) -> None:
-    numpy = pytest.importorskip("numpy")
+    pytest.importorskip("numpy")
     tensor = torch.ones(count)
-    value: object = tensor
-    if how == "in place":
-        happens: Callable[[], object] = lambda: tensor.fill_(2)  # noqa: E731
-    elif how == "by .data":
-        happens = lambda: tensor.data.fill_(2)  # noqa: E731
-    elif how == "by ndarray":
-        happens = lambda: tensor.numpy().fill(2)  # noqa: E731
-    else:
-        value = array = numpy.ones(count)
-        happens = lambda: array.fill(2)  # noqa: E731
+    assert_noticed(tensor, lambda: CHANGES[how](tensor))
+
+
+@pytest.mark.parametrize("count", [20, 300_000], ids=["small", "large"])
+def test_a_change_of_an_ndarray_is_noticed(count: int) -> None:
+    array = pytest.importorskip("numpy").ones(count)
+    assert_noticed(array, lambda: array.fill(2))
+
+
+def assert_noticed(value: object, happens: Callable[[], object]) -> None:
     with pytest.raises(StateChanged) as raised:
         push(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
     assert raised.value.paths == ("changed",)
 
 
-class Held:
-    """A link on which what follows the frame is held back from rank 1 until it is let go."""
+class Held(Short):
+    """A link on which what follows the frame is held back from one rank until it is let go."""
 
-    def __init__(self, link: MemoryLink) -> None:
-        self._link = link
-        self.device = link.device
-        self.sends_short = True
-        self.takes = link.takes
-        self.probe = link.probe
-        self.break_off = link.break_off
-        self.recv = link.recv
+    def __init__(self, network: MemoryNetwork, rank: int, held: int) -> None:
+        super().__init__(network, rank)
+        self._held = held
         self.let_go = threading.Event()
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        sent = self._link.send(buffer, peer, tag)
-        return HeldBack(self.let_go) if peer == 1 and tag not in (LENGTH_TAG, FRAME_TAG) else sent
+        sent = super().send(buffer, peer, tag)
+        return HeldBack(self.let_go) if peer == self._held and tag not in (LENGTH_TAG, FRAME_TAG) else sent
 
 
 class HeldBack:
@@ -273,9 +269,9 @@ class HeldBack:
             raise LinkTimeout("held back")
 
 
-def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back() -> None:
     network = MemoryNetwork()
-    link = Held(network.link(0))
+    link = Held(network, 0, held=1)
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
     with pytest.raises(SendLate) as raised:
         push(link, [1, 2], state, Push(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False))
@@ -284,4 +280,20 @@ def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back(monkeypatch: pytes
     received, _ = pull(network.link(2), 0, Pull(5, MAX_METADATA_BYTES))
     assert isinstance(received, dict)
     with pytest.raises(PeerGaveUp):
-        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
+        pull(Short(network, 1), 0, Pull(5, MAX_METADATA_BYTES))
+
+
+def test_a_peer_that_a_relay_has_given_up_is_told_so_if_it_comes_back() -> None:
+    network = MemoryNetwork()
+    state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
+    push(Short(network, 0), [1, 2], state, Push(20, MAX_METADATA_BYTES, relay=True))
+    relay = Held(network, 1, held=2)
+    terms = Pull(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
+    received, report = pull(relay, 0, terms)
+    assert isinstance(received, dict)
+    assert torch.equal(received["w"], state["w"])
+    assert report.not_forwarded is not None
+    assert "stalled" in report.not_forwarded or "no message" in report.not_forwarded
+    relay.let_go.set()
+    with pytest.raises(PeerGaveUp, match="rank 1 gave up half-way"):
+        pull(Short(network, 2), 0, Pull(5, MAX_METADATA_BYTES, rank=2))

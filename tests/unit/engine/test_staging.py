@@ -45,19 +45,12 @@ def _count_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "Staging", Counted)
 
 
-class Lazy:
+class Lazy(MemoryLink):
     """A link that takes no memory but its own. What is sent over it goes nowhere."""
 
-    def __init__(self, link: MemoryLink) -> None:
-        self._link = link
-        self.device = link.device
-        self.sends_short = link.sends_short
-        self.probe = link.probe
-        self.break_off = link.break_off
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        super().__init__(network, rank, own_buffers=True)
         self.largest = 0
-
-    def takes(self, device: torch.device) -> bool:
-        return False
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self.largest = max(self.largest, buffer.nbytes)
@@ -65,11 +58,11 @@ class Lazy:
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self.largest = max(self.largest, buffer.nbytes)
-        return self._link.recv(buffer, peer, tag)
+        return super().recv(buffer, peer, tag)
 
 
 def staged_at_the_sender(state: object) -> Lazy:
-    link = Lazy(MemoryNetwork().link(0))
+    link = Lazy(MemoryNetwork(), 0)
     push(link, [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
     return link
 
@@ -85,7 +78,7 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
     network = MemoryNetwork()
     large = torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)
     push(network.link(0), [1], {"large": large}, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    link = Lazy(network.link(1))
+    link = Lazy(network, 1)
     received, _ = pull(link, 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: {"large": large}))
     assert isinstance(received, dict)
     assert received["large"] is large
@@ -116,11 +109,11 @@ def test_tensors_of_many_sizes_do_not_each_leave_a_buffer_behind(sizes: list[int
     assert Counted.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES
 
 
-class OnlyFrames(Lazy):
-    """A link that loses all but the length and the frame."""
+class OnlyFrames(MemoryLink):
+    """A link that takes no memory but its own, and loses all but the length and the frame."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()
+        return super().send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()
 
 
 def many_small() -> dict[str, torch.Tensor]:
@@ -153,7 +146,7 @@ class TestTheNextTransferOnTheGroup:
     def test_gets_none_of_what_a_failed_one_may_still_be_written_to(self) -> None:
         network, end = MemoryNetwork(), group.Group(lasting=False)
         # Only the frame arrives, so that every receive of the payload is left behind.
-        push(OnlyFrames(network.link(0)), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES))
+        push(OnlyFrames(network, 0, own_buffers=True), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES))
         with pytest.raises(LinkTimeout):
             pull(network.link(1), 0, Pull(0.2, MAX_METADATA_BYTES), end)
         assert not end._stagings

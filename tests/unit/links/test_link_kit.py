@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from tests.support.cluster import Cluster
 from torchferry.errors import LinkBroken
-from torchferry.links.base import Link
+from torchferry.links.base import Link, Pending
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.testing import MemoryLink, MemoryNetwork, check_link
-from torchferry.testing.memory_link import Receipt
 
 
 def run_kit_in_threads(sender: Link, receiver: Link) -> None:
@@ -44,7 +43,7 @@ def test_a_process_group_passes(pair: Cluster) -> None:
 class Flipping(MemoryLink):
     """Turns one bit of every large message."""
 
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> object:  # type: ignore[override]
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         changed = buffer.clone()
         if changed.numel() > 1000:
             changed[500] ^= 1
@@ -54,10 +53,10 @@ class Flipping(MemoryLink):
 class Mixing(MemoryLink):
     """Ignores tags."""
 
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> object:  # type: ignore[override]
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         return super().send(buffer, peer, 0)
 
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Receipt:
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         return super().recv(buffer, peer, 0)
 
 
@@ -80,7 +79,7 @@ class Boasting(MemoryLink):
 
     sends_short = True
 
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> object:  # type: ignore[override]
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         short = buffer[:100] if buffer.numel() == 4096 else buffer
         buffer[-1] = 1
         return super().recv(short, peer, tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -275,6 +276,26 @@ def test_a_state_goes_to_several_ranks() -> None:
         received: Any = receiver.recv_checkpoint(0)
         assert torch.equal(received["w"], STATE["w"])
     assert ends.mail.waiting() == 0
+
+
+def test_whoever_waits_for_nobody_is_asked_whether_the_other_is_there(pair: Cluster) -> None:
+    sent, received = pair.run(unanswered)
+    assert "Is rank 1 in recv_checkpoint, on the same group? The timeout was 0.3 s" in sent
+    assert "Is rank 0 in send_checkpoint, with this rank in dst_ranks, on the same group?" in received
+
+
+def unanswered(rank: int) -> str:
+    """Rank 0 sends on a group where nobody receives, rank 1 receives on one where nobody sends."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    transport = PGTransport(groups[rank], 0.3, "cpu")
+    state = {"w": torch.ones(3)}
+    calls: list[Callable[[], object]] = [
+        lambda: transport.send_checkpoint([1], state),
+        lambda: transport.recv_checkpoint(0),
+    ]
+    with pytest.raises(TimeoutError) as raised:
+        calls[rank]()
+    return str(raised.value)
 
 
 def test_two_transfers_one_after_the_other_are_not_mixed_up() -> None:

@@ -59,31 +59,23 @@ def test_items_of_any_size_are_spread(local_view: str, dtype: torch.dtype) -> No
     assert torch.equal(local, sent)
 
 
-class Watching:
+class Watching(MemoryLink):
     """A link that notes which memory it is asked to receive into."""
 
-    def __init__(self, link: MemoryLink) -> None:
-        self._link = link
-        self.device = link.device
-        self.takes = link.takes
-        self.sends_short = link.sends_short
-        self.probe = link.probe
-        self.break_off = link.break_off
+    def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        super().__init__(network, rank)
         self.asked: list[tuple[int, int]] = []
-
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.send(buffer, peer, tag)
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self.asked.append((buffer.data_ptr(), buffer.nbytes))
-        return self._link.recv(buffer, peer, tag)
+        return super().recv(buffer, peer, tag)
 
 
 def memory_asked_for(state: object, local: object, chunk_bytes: int = 1 << 20) -> list[tuple[int, int]]:
     """Receive in place, and list the memory that payload was received into."""
     network = MemoryNetwork()
     push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes))
-    link = Watching(network.link(1))
+    link = Watching(network, 1)
     pull(link, 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local))
     return link.asked[2:]
 

@@ -256,9 +256,8 @@ class SimulatedRunner:
         return {number: op for number, (_, op, _) in self._at.items()} != before
 
     def _go_on(self, lane: Lane[Any], op: Op, rules: Rules) -> None:
-        if lane.over:
-            del self._at[id(lane)]
-        elif op.over and op.error is None:
+        # A lane that was given up goes on, too, as its thread would: to find that out, and say farewell.
+        if op.over and op.error is None:
             self._advance(lane, rules, lambda: next(lane.steps))
         elif op.over or self._world.now_s >= rules.deadline_s:
             error = op.error or late(lane.meter.peer)
