@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.bench.samples import a_whole_run
+from torchferry.bench.markdown import render
 from torchferry.bench.results import merge, read_json, write_json
 from torchferry.bench.works import Size
 from torchferry.errors import BadArgument
@@ -54,6 +55,8 @@ class TestSeveralRuns:
         assert {one.name for one in merged.works} == {one.name for one in whole.works}
         assert sorted(one.case for one in merged.series) == sorted(one.case for one in whole.series)
         assert len(merged.judgements) == len(whole.judgements)
+        assert merged.runs == len(parts)
+        assert f"{len(parts)} runs, as they came out" in render(merged, "plots")
 
     def test_of_the_same_thing_leave_the_later(self) -> None:
         earlier = a_whole_run()

@@ -23,8 +23,8 @@ of the rest, `make faults` plays everything.
 What always holds:
 
 - One deadline covers a transfer. Past it, the error is a `TimeoutError`, at most 0.5 s late. Only what this
-  process itself does before the first byte moves (your own `state_dict` function, describing, comparing) is
-  not interrupted: the deadline is looked at afterwards.
+  process itself does before the first byte moves (your own `state_dict` function, describing, comparing), and
+  when all has arrived (putting the state together), is not interrupted: the deadline is looked at between.
 - A peer that keeps this process waiting and is gone is found within 1 s, between messages or in the middle of
   one. The error is a `ConnectionError`. One that leaves when all it had to send is on its way is not missed.
 - Both name the peer and the phase; once tensors move, also the path and how many bytes are done of how many.

@@ -17,7 +17,7 @@ def describe_machine() -> dict[str, str]:
         "processor": _after_colon(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": _memory(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchferry": __version__,

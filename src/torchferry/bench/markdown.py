@@ -36,9 +36,7 @@ def render(results: Results, folder: str) -> str:
     """The document; `folder` is where its plots are, seen from it."""
     parts = [
         "# Benchmarks",
-        "One full run, as it came out. The figures are of that machine; the ratios are within the run."
-        if results.size == "full"
-        else f"One run at size {results.size}. The marks are for size full.",
+        _opening(results),
         f"```\n{results.command}\n```",
         _facts(results),
         *([_marks(results)] if results.judgements else []),
@@ -56,8 +54,22 @@ def render(results: Results, folder: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _opening(results: Results) -> str:
+    alone = results.runs == 1
+    if results.size != "full":
+        which = "One run" if alone else f"{results.runs} runs, put together,"
+        return f"{which} at size {results.size}. The marks are for size full."
+    which = (
+        "One full run, as it came out" if alone else f"{results.runs} runs, as they came out, put together"
+    )
+    return f"{which}. The figures are of that machine; ratios are within a run."
+
+
 def _facts(results: Results) -> str:
-    facts = {"date": results.date, **results.machine, "repeats": str(results.repeats)}
+    facts = {"date": results.date, **results.machine}
+    if results.runs == 1:
+        # Of several, each has its own.
+        facts["repeats"] = str(results.repeats)
     return _rows(["", ""], [[name, fact] for name, fact in facts.items()])
 
 

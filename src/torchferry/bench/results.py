@@ -129,7 +129,10 @@ Known = TypeVar("Known", WorkTitle, SystemTitle, Series, Judgement)
 
 
 class Results(msgspec.Struct, frozen=True):
-    """A whole run. `machine` is what it ran on, in words; `left_out` what was not run, and why."""
+    """A whole run, or several that were put into one.
+
+    `machine` is what it ran on, in words; `left_out` what was not run, and why.
+    """
 
     command: str
     date: str
@@ -141,6 +144,7 @@ class Results(msgspec.Struct, frozen=True):
     series: tuple[Series, ...] = ()
     judgements: tuple[Judgement, ...] = ()
     left_out: tuple[str, ...] = ()
+    runs: int = 1
     format: int = FORMAT
 
     def of(self, work: str) -> list[Series]:
@@ -175,6 +179,7 @@ def merge(first: Results, *others: Results) -> Results:
         systems=_latest(one.systems for one in (first, *others)),
         series=_latest(one.series for one in (first, *others)),
         judgements=_latest(one.judgements for one in (first, *others)),
+        runs=sum(one.runs for one in (first, *others)),
         left_out=tuple(dict.fromkeys(reason for one in (first, *others) for reason in one.left_out)),
     )
 

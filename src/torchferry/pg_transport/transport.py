@@ -106,9 +106,9 @@ class PGTransport:
             StateError: memory of the state was freed meanwhile.
             GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
+        self.last_report = None
         if isinstance(dst_ranks, (str, bytes)) or not isinstance(dst_ranks, Iterable):
             raise BadArgument(f"dst_ranks is a list of ranks, not {dst_ranks!r}")
-        self.last_report = None
         peers = [self._peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} names a rank twice")
