@@ -21,9 +21,6 @@ from torchferry.errors import PeerGaveUp, StateError
 from torchferry.links.base import Link
 from torchferry.tensors.landing import Ground
 
-_PUT_AT_ONCE = 1024
-"""So many chunks are put into a local state before it is asked whether that is still wanted."""
-
 
 @dataclass
 class Arrival:
@@ -164,15 +161,7 @@ class _Receiving:
                 ground.put(chunks, where, buffer, self._meter.go_on_if_wanted)
             return
         self._meter.posted = max(self._meter.posted, message.end)
-        start = 0
-        # Fresh, all at once: nobody sees it before it is complete.
-        most = _PUT_AT_ONCE if ground.is_local else len(chunks)
-        for first in range(0, len(chunks), most):
-            self._meter.go_on_if_wanted()
-            some = chunks[first : first + most]
-            end = start + sum(chunk.nbytes for chunk in some)
-            ground.put_alike(some, buffer[start:end])
-            start = end
+        ground.put_alike(chunks, buffer, self._meter.go_on_if_wanted)
 
     def _go_on_unless(self, culprit: int | None) -> None:
         """Stop if somebody gave up."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 import torch
 
 from torchferry.core.compare import TensorPair
+from torchferry.core.extents import Extent
 from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
@@ -24,6 +26,9 @@ from torchferry.tensors.memory import (
     store,
 )
 from torchferry.tensors.spread import once, spread
+
+_AT_ONCE = 1024
+"""So many pieces are written before it is asked whether that is still wanted."""
 
 
 class Ground:
@@ -84,24 +89,52 @@ class Ground:
     ) -> None:
         """Copy chunks, which lie in a buffer one after the other, to every place of their landings.
 
-        `before_each` is called before every place that is written, and may raise.
+        `before_each` is called before every place that is written, or thousand small ones, and may raise.
         """
-        position = 0
-        for chunk, landing in zip(chunks, landings, strict=True):
-            self._put(chunk, landing, buffer[position : position + chunk.nbytes], before_each)
-            position += chunk.nbytes
+        start = 0
+        for is_simple, run in groupby(zip(chunks, landings, strict=True), key=_has_one_place):
+            some = list(run)
+            nbytes = [chunk.nbytes for chunk, _ in some]
+            flat = buffer[start : start + sum(nbytes)]
+            start += flat.nbytes
+            if is_simple:
+                memories = [self._memory(landing.direct[0]) for _, landing in some]
+                self._scatter(memories, [chunk.piece for chunk, _ in some], flat, before_each)
+                continue
+            for (chunk, landing), bytes_of_it in zip(some, flat.split(nbytes), strict=True):
+                self._put(chunk, landing, bytes_of_it, before_each)
 
-    def put_alike(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
+    def put_alike(
+        self, chunks: Sequence[Chunk], buffer: torch.Tensor, before_each: Callable[[], None] = lambda: None
+    ) -> None:
         """Copy chunks to where they were, in memory that is laid out alike.
+
+        `before_each` is called before every thousand that are written to a local state, and may raise.
 
         Raises:
             StateError: there is not enough memory for what is fresh.
         """
         if self._fresh is not None:
+            # All at once: nobody sees it before it is complete.
             self._fresh.unpack(chunks, buffer)
         elif self._target is not None:
             pieces, memories = [chunk.piece for chunk in chunks], self._target.memories
-            scatter([memories[piece.storage] for piece in pieces], pieces, buffer)
+            self._scatter([memories[piece.storage] for piece in pieces], pieces, buffer, before_each)
+
+    def _scatter(
+        self,
+        memories: Sequence[Memory],
+        pieces: Sequence[Extent],
+        buffer: torch.Tensor,
+        before_each: Callable[[], None],
+    ) -> None:
+        start = 0
+        for first in range(0, len(pieces), _AT_ONCE):
+            before_each()
+            some = pieces[first : first + _AT_ONCE]
+            end = start + sum(piece.nbytes for piece in some)
+            scatter(memories[first : first + _AT_ONCE], some, buffer[start:end])
+            start = end
 
     def _put(
         self, chunk: Chunk, landing: Landing, buffer: torch.Tensor, before_each: Callable[[], None]
@@ -154,3 +187,8 @@ class Ground:
             check_room(nbytes, "scratch memory for a tensor of another layout")
             self._scratch[storage] = new_memory(nbytes, CPU)
         return self._scratch[storage]
+
+
+def _has_one_place(pair: tuple[Chunk, Landing]) -> bool:
+    _, landing = pair
+    return len(landing.direct) == 1 and not landing.spread

@@ -290,11 +290,11 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     state = {f"t{n:03}": torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
     original, calls = Ground.put_alike, []
 
-    def freed_at_the_second(self: Ground, chunks: Any, buffer: Any) -> None:
+    def freed_at_the_second(self: Ground, chunks: Any, *args: Any) -> None:
         calls.append(len(chunks))
         if len(calls) == 2:
             raise StateError("the memory of a tensor was freed during the transfer")
-        original(self, chunks, buffer)
+        original(self, chunks, *args)
 
     monkeypatch.setattr(Ground, "put_alike", freed_at_the_second)
     local = {key: torch.zeros_like(value) for key, value in state.items()}

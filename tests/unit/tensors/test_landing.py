@@ -129,3 +129,15 @@ def test_two_values_can_go_side_by_side_into_one_storage() -> None:
     whole = torch.zeros(4)
     ferry({"a": torch.ones(2), "b": torch.full((2,), 2.0)}, into={"a": whole[:2], "b": whole[2:]})
     assert whole.tolist() == [1, 1, 2, 2]
+
+
+def test_small_tensors_of_which_some_are_dropped_are_put_together_a_thousand_at_a_time() -> None:
+    """What is kept, what is dropped and what is spread lie in one message, and each goes its own way."""
+    count = 3000
+    sent = {f"t{n}": torch.full((2, 3), n, dtype=torch.int32) for n in range(count)}
+    local = {key: torch.zeros_like(value) for n, (key, value) in enumerate(sent.items()) if n % 1500}
+    local["t7"] = torch.zeros(3, 2, dtype=torch.int32).t()
+    network = MemoryNetwork()
+    push(network.link(0), [1], sent, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local, strict=False))
+    assert all(torch.equal(value, sent[key]) for key, value in local.items())
