@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -149,6 +150,8 @@ class TestWhatMakesNoSense:
             (["--json", "no/such/folder/out.json"], "there is no folder no/such/folder"),
             (["--report", "."], "it is a folder"),
             (["--from", "nothing.json"], "nothing.json"),
+            (["--from", "nothing.json", "--work", "big-*"], "--from shows what was measured"),
+            (["--json", "out", "--report", "./out"], "out can't be two things at once"),
             (["--repeats", "0"], "--repeats"),
         ],
     )
@@ -170,6 +173,14 @@ class TestWithoutARun:
         absent = dataclasses.replace(SYSTEMS["raw"], missing=lambda: "pip install 'torchferry[bench]'")
         monkeypatch.setitem(SYSTEMS, "raw", absent)
         assert "pip install 'torchferry[bench]'" in invoke("--list")[1]
+
+    def test_one_that_measured_nothing_is_no_success(self, tmp_path: Path) -> None:
+        nothing = msgspec.structs.replace(a_whole_run(), series=(), left_out=("a needs 2 ranks",))
+        write_json(nothing, tmp_path / "results.json")
+        code, output = invoke("--from", str(tmp_path / "results.json"), "--report", str(tmp_path / "page"))
+        assert code == 1
+        assert "nothing was measured: a needs 2 ranks" in output
+        assert not (tmp_path / "page").exists()
 
     def test_an_earlier_one_can_be_shown_again(self, tmp_path: Path) -> None:
         write_json(a_whole_run(), tmp_path / "results.json")

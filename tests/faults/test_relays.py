@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults.directing import wait_until
 from tests.faults.promised import shows
 from tests.faults.scene import (
     Fault,
@@ -42,6 +43,7 @@ class Seen:
     error: FerryError | None
     fates: set[str]
     forwarded_to: int | None = None
+    forwarded_by: int | None = None
     not_forwarded: str | None = None
     next_error: Exception | None = None
 
@@ -72,6 +74,7 @@ def take_part(rank: int, name: str, dies: int | None = None, refuses: int | None
         error,
         set(fates_of(target, LAYER_BYTES).values()) if rank not in (0, refuses) else set(),
         report.forwarded_to if report else None,
+        report.forwarded_by if report else None,
         report.not_forwarded if report else None,
         refusal_of_the_next(transport),
     )
@@ -118,6 +121,7 @@ def test_a_state_goes_along_a_chain(quartet: Cluster) -> None:
         assert receiver.error is None
         assert receiver.fates == {"new"}
         assert receiver.forwarded_to == (rank + 1 if rank < 3 else None)
+        assert receiver.forwarded_by == (rank - 1 if rank > 1 else None)
         assert receiver.not_forwarded is None
         assert receiver.next_error is None
 
@@ -145,6 +149,41 @@ def test_a_relay_that_dies_fails_those_after_it_and_nobody_else(dead: int, quart
         assert ends[rank].next_error is not None
     after = [ends[rank].ended_s for rank in range(dead + 1, 4)]
     assert max(after) - min(after) < FOUND_S
+
+
+def come_late(rank: int, name: str, folder: str) -> str | None:
+    """Be one of a chain in which rank 2 is dead, and rank 4 comes when rank 3 has given up and left."""
+    group = new_group(rank, (0, 1, 2, 3, 4), name)
+    keep(group)
+    transport = PGTransport(group, TIMEOUT_S, "cpu", relay=True)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 4:
+        wait_until((Path(folder) / "3").exists, "rank 3 has not given up")
+    try:
+        if rank == 0:
+            transport.send_checkpoint([1, 2, 3, 4], new_state(LAYER_BYTES))
+        else:
+            transport.recv_checkpoint(0)
+    except FerryError as error:
+        return str(error)
+    finally:
+        (Path(folder) / str(rank)).touch()
+    return None
+
+
+@shows(
+    "one of them is dead, and another comes so late that the one before it has given up and can't tell it",
+    "an error that names the one before it, and those that this one depends on, the dead one among them",
+)
+def test_who_comes_too_late_to_be_told_knows_who_may_be_at_fault(octet: Cluster, tmp_path: Path) -> None:
+    job = (come_late, (unique_name(), str(tmp_path)))
+    seen = octet.start([*[job] * 5, None, None, None]).outcomes()
+    assert isinstance(seen[2].error, WorkerDied)
+    assert seen[1].value is None
+    assert "rank 2" in seen[3].value
+    assert "rank 3" in seen[4].value
+    assert "Rank 3 has the state through rank 2, rank 1, rank 0" in seen[4].value
 
 
 @shows(

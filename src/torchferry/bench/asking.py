@@ -47,6 +47,9 @@ class Outputs:
         Raises:
             Refused: one of them can't.
         """
+        files = [file.absolute() for file in (self.json, self.report, self.markdown) if file is not None]
+        if len(set(files)) < len(files):
+            raise Refused(f"{files[-1].name} can't be two things at once: give each its own file")
         for file in (self.json, self.report, self.markdown):
             if file is not None and not file.absolute().parent.is_dir():
                 raise Refused(f"{file} can't be written: there is no folder {file.parent}")
@@ -144,8 +147,11 @@ def show(results: Results, outputs: Outputs, console: Console) -> int:
     """Write and print the results; returns the exit code.
 
     Raises:
-        Refused: a file can't be written.
+        Refused: there is nothing to show, or a file can't be written.
     """
+    if not results.series:
+        left_out = "; ".join(results.left_out)
+        raise Refused(f"nothing was measured{f': {left_out}' if left_out else ''}", _FAILED)
     # Written first: what took so long is not to be lost because a terminal is.
     try:
         written = outputs.write(results)

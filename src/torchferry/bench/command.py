@@ -57,6 +57,10 @@ def bench(
             return
         outputs = asking.Outputs(json=json, report=report, markdown=markdown)
         outputs.check()
+        if read and (work or system or repeats):
+            raise asking.Refused(
+                "--from shows what was measured, and has no use for --work, --system or --repeats"
+            )
         if read:
             raise typer.Exit(asking.show(asking.read_results(read), outputs, console))
         question = asking.Question(size, tuple(work or ()), tuple(system or ()), repeats)

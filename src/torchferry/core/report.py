@@ -10,8 +10,8 @@ class Report:
     """Bytes, messages and seconds of one transfer, as this side saw it.
 
     `payload_bytes` and `messages` count one copy of the state, however many peers it went to.
-    `forwarded_to` is the peer that this one passed it on to, if it did; `not_forwarded` says why it could
-    not.
+    `forwarded_by` is the peer that passed it on to this one, if it did not come from the sender itself;
+    `forwarded_to` the one that this one was to pass it on to; `not_forwarded` says why it could not.
     """
 
     peers: tuple[int, ...]
@@ -21,6 +21,7 @@ class Report:
     phases_s: dict[str, float]
     forwarded_to: int | None = None
     not_forwarded: str | None = None
+    forwarded_by: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -33,9 +34,11 @@ class Report:
         return self.payload_bytes / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        ranks = ", ".join(str(peer) for peer in self.peers)
+        peers = f"rank {', '.join(map(str, self.peers))}" if self.peers else "nobody"
+        if self.forwarded_by is not None:
+            peers += f" by way of rank {self.forwarded_by}"
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         return (
-            f"{self.payload_bytes:,} bytes in {self.messages} messages with rank {ranks}, "
+            f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}, "
             f"{self.seconds:.3f} s ({phases})"
         )

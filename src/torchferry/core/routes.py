@@ -22,10 +22,14 @@ RELAY_SAVES_BYTES = 512 << 20
 
 
 class Route(Struct, frozen=True, array_like=True):
-    """Where one receiver's payload comes from, and whom it forwards it to."""
+    """Where one receiver's payload comes from, and whom it forwards it to.
+
+    `before` has those whom the source itself has it through, the nearest first, without the sender.
+    """
 
     source: Count
     next: Count | None = None
+    before: tuple[Count, ...] = ()
 
 
 def relays(payload_bytes: int, receivers: int, wanted: bool | None = None) -> bool:
@@ -45,11 +49,11 @@ def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
     """Give each receiver its route along a chain, in the order given.
 
     >>> chain(0, [4, 2])
-    {4: Route(source=0, next=2), 2: Route(source=4, next=None)}
+    {4: Route(source=0, next=2, before=()), 2: Route(source=4, next=None, before=())}
     """
     sources = (origin, *receivers)
     followers = (*receivers[1:], None)
     return {
-        receiver: Route(source, follower)
-        for receiver, source, follower in zip(receivers, sources, followers, strict=False)
+        receiver: Route(source, follower, tuple(reversed(receivers[: max(place - 1, 0)])))
+        for place, (receiver, source, follower) in enumerate(zip(receivers, sources, followers, strict=False))
     }

@@ -135,6 +135,7 @@ class _Transfer:
             dict(phases.seconds),
             self._route.next,
             not_forwarded,
+            None if self._route.source == peer else self._route.source,
         )
         return state, report
 
@@ -167,12 +168,22 @@ class _Transfer:
         except BaseException as error:
             if isinstance(error, FerryError):
                 note_progress(error, meter, envelope.manifest, plan)
+                self._name_those_before(error)
             if receiver.in_place:
                 say_torn(error, receiver.fate(envelope, plan, meter, error))
             raise
         finally:
             receiver.ground.mark_changed()
         return not_forwarded
+
+    def _name_those_before(self, error: FerryError) -> None:
+        """Add to an error who else may be at fault: who waits in vain may be taken for one who is gone."""
+        named = error.culprit if isinstance(error, PeerGaveUp) else error.peer
+        way = [self._route.source, *self._route.before]
+        way += [self._peer] if self._peer not in way else []
+        if named in way[:-1] and isinstance(error, (LinkError, PeerGaveUp)):
+            before = ", ".join(f"rank {rank}" for rank in way[way.index(named) + 1 :])
+            error.what += f". Rank {named} has the state through {before}: if it is alive, look there"
 
     def _meter(self, phase: str, plan: Plan) -> Meter:
         return Meter(self._route.source, phase, plan.payload_bytes)
@@ -185,6 +196,8 @@ class _Transfer:
         relay: Relay | None = None
         forwarding: Lane[None] | None = None
         if self._route.next is not None:
+            # One half for what is on its way here, and one for what is on its way on.
+            window_bytes //= 2
             onward = Meter(self._route.next, "forward tensors", plan.payload_bytes)
             relay = Relay(self._link, envelope, plan, onward, window_bytes)
             forwarding = Lane(onward, relay.steps(), on_failure=self._ending(relay))
@@ -288,9 +301,9 @@ def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
         BadManifest: a way that can't be.
     """
     route = envelope.route or Route(peer)
-    others = [rank for rank in (route.source, route.next) if rank is not None]
+    others = [rank for rank in (route.source, route.next, *route.before) if rank is not None]
     known = all(rank in terms.members for rank in others) if terms.members is not None else True
-    if not known or terms.rank in others or len(set(others)) < len(others) or route.next == peer:
+    if not known or terms.rank in others or len(set(others)) < len(others) or peer in others[1:]:
         raise BadManifest(
             f"the payload is to come from rank {route.source} and go to rank {route.next}, which can't be"
         )

@@ -187,12 +187,14 @@ def _raise_failures(
 
 
 def _behind(failed: dict[int, BaseException], cargo: Cargo) -> dict[int, BaseException]:
-    """Add those who would have got the payload from one that failed."""
+    """Add those who would have got the payload through one that failed."""
     found: dict[int, BaseException] = {}
+    lost_by: dict[int, int] = {}
     for peer, route in cargo.routes.items():
         if peer in failed:
-            found[peer] = failed[peer]
-        elif route.source in found:
-            what = f"rank {route.source}, which was to forward the state to it, could not be reached"
+            found[peer], lost_by[peer] = failed[peer], peer
+        elif route.source in lost_by:
+            lost_by[peer] = lost_by[route.source]
+            what = f"rank {lost_by[peer]}, through which it was to get the state, could not be reached"
             found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
     return found or failed

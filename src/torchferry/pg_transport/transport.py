@@ -52,7 +52,8 @@ class PGTransport:
             sender.
 
     Raises:
-        BadArgument: no group, a timeout that is not positive, no such device, or no function for the state.
+        BadArgument: no group, a timeout that is not positive, no such device, no function for the state, or
+            something other than a bool for what is one.
 
     After a transfer, `last_report` says how much was moved and how long it took; None after one that failed.
     """
@@ -76,16 +77,16 @@ class PGTransport:
         self._pg = _group(pg)
         self._timeout_s = _seconds(timeout, "timeout")
         self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
-        self._verify = verify
+        self._verify = _flag(verify, "verify")
         device = _device(device)
         within = partial(backend_of, device=device)
         self._group = group_of(pg, within=within, lasting=_is_torchs_own(pg))
         self._link = ProcessGroupLink(pg, device)
         self._state_dict = _state_function(state_dict)
-        self._strict = strict
-        self._relay = relay
+        self._strict = _flag(strict, "strict")
+        self._relay = None if relay is None else _flag(relay, "relay")
         self._max_metadata_bytes = _most_bytes(max_metadata_bytes)
-        self._pickle = dump_leaf if allow_pickle else None
+        self._pickle = dump_leaf if _flag(allow_pickle, "allow_pickle") else None
         self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
         self._decode = partial(decode_any, allow_pickle=allow_pickle)
 
@@ -203,6 +204,12 @@ def _state_function(state_dict: Any) -> Callable[[], object] | None:
             "pass model.state_dict, not model.state_dict() or the model"
         )
     return state_dict
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadArgument(f"{name} must be True or False, not {value!r}")
+    return value
 
 
 def _most_bytes(nbytes: Any) -> int:

@@ -82,3 +82,5 @@ def test_a_report_adds_up_and_reads_well() -> None:
     assert report.bytes_per_second == 2_000_000
     assert "1,000,000 bytes in 4 messages with rank 3, 0.500 s" in str(report)
     assert Report((), 0, 0, 0, {}).bytes_per_second == 0
+    assert "with nobody" in str(Report((), 0, 0, 0, {}))
+    assert "with rank 0 by way of rank 2" in str(Report((0,), 1, 1, 1, {}, forwarded_by=2))

@@ -83,6 +83,13 @@ def test_a_limit_that_is_none_is_refused(most: Any) -> None:
         PGTransport(SizedGroup(Mailboxes(), 1), 10, "cpu", max_metadata_bytes=most)
 
 
+@pytest.mark.parametrize("name", ["strict", "verify", "allow_pickle", "relay"])
+@pytest.mark.parametrize("value", ["no", 0, 1, [True]], ids=repr)
+def test_what_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be True or False, not"):
+        PGTransport(SizedGroup(Mailboxes(), 1), 10, "cpu", **{name: value})
+
+
 BAD_RANKS = [
     (4, "rank 4 is not in the group, which has ranks 0 to 3"),
     (100, "get_group_rank translates global ones"),
