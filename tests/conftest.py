@@ -78,6 +78,13 @@ def octet(_nursery: None) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture
+def doomed(_nursery: None) -> Iterator[Cluster]:
+    """Two workers for one test, which loses one of them."""
+    with Cluster(2, start_method="forkserver") as cluster:
+        yield cluster
+
+
 @contextlib.contextmanager
 def _cluster(world_size: int) -> Iterator[Cluster]:
     with Cluster(world_size, start_method="forkserver") as cluster:

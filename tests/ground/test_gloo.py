@@ -154,9 +154,8 @@ def die_between_messages(rank: int) -> tuple[str, float]:
     return ended(pg.recv([filled(1, 0)], 1, 6))
 
 
-def test_a_peer_that_dies_between_messages_is_reported_at_once() -> None:
-    with Cluster(2) as cluster:
-        survivor, dead = cluster.start([(die_between_messages, ())] * 2).outcomes()
+def test_a_peer_that_dies_between_messages_is_reported_at_once(doomed: Cluster) -> None:
+    survivor, dead = doomed.start([(die_between_messages, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
     said, seconds = survivor.value
     assert said
@@ -191,9 +190,10 @@ def die_in_the_middle(rank: int) -> tuple[str, float, str, float]:
     return (*results[0], refused, found_s)
 
 
-def test_a_new_receive_is_refused_at_once_when_the_peer_is_dead_and_that_is_what_probes_rely_on() -> None:
-    with Cluster(2) as cluster:
-        survivor, dead = cluster.start([(die_in_the_middle, ())] * 2).outcomes()
+def test_a_new_receive_is_refused_at_once_when_the_peer_is_dead_and_that_is_what_probes_rely_on(
+    doomed: Cluster,
+) -> None:
+    survivor, dead = doomed.start([(die_in_the_middle, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
     said, _, refused, found_s = survivor.value
     assert said

@@ -52,10 +52,9 @@ def die_while_sending(rank: int) -> dict[str, Any] | None:
     return {"torn": not bool(held[-1]), "silent": silent, "ended": results[0]}
 
 
-def test_a_sender_that_dies_in_a_message_wakes_nobody() -> None:
+def test_a_sender_that_dies_in_a_message_wakes_nobody(doomed: Cluster) -> None:
     """Why a peer that is quiet is probed, and why nobody who matters waits in the backend."""
-    with Cluster(2) as cluster:
-        survivor, dead = cluster.start([(die_while_sending, ())] * 2).outcomes()
+    survivor, dead = doomed.start([(die_while_sending, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
     assert survivor.error is None, survivor.error
     assert survivor.value["torn"], "the message was complete before the sender could be killed"
@@ -71,10 +70,9 @@ def long_into_short(rank: int) -> str:
     return ended(pg.recv([held], 0, 1) if rank else pg.send([held], 1, 1), 3.0)[0]
 
 
-def test_a_message_longer_than_its_receive_aborts_the_receiver() -> None:
+def test_a_message_longer_than_its_receive_aborts_the_receiver(doomed: Cluster) -> None:
     """Why both ends derive all sizes from one plan. A peer that means harm need not."""
-    with Cluster(2) as cluster:
-        sender, receiver = cluster.start([(long_into_short, ())] * 2).outcomes()
+    sender, receiver = doomed.start([(long_into_short, ())] * 2).outcomes()
     assert sender.error is None, sender.error
     assert isinstance(receiver.error, WorkerDied)
     assert receiver.error.exitcode == -signal.SIGABRT

@@ -88,9 +88,9 @@ def leave_a_process_behind(rank: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(_nursery: None) -> Iterator[Cluster]:
     """A pair of its own, for these tests wreck it again and again."""
-    with Cluster(2, timeout_s=30) as cluster:
+    with Cluster(2, timeout_s=30, start_method="forkserver") as cluster:
         yield cluster
 
 

@@ -90,9 +90,8 @@ def die_or_wait(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_peer_that_died_is_reported_as_a_broken_link() -> None:
-    with Cluster(2) as cluster:
-        survivor, dead = cluster.start([(die_or_wait, ()), (die_or_wait, ())]).outcomes()
+def test_a_peer_that_died_is_reported_as_a_broken_link(doomed: Cluster) -> None:
+    survivor, dead = doomed.start([(die_or_wait, ()), (die_or_wait, ())]).outcomes()
     assert isinstance(dead.error, WorkerDied)
     assert survivor.error is None
     assert "rank 1" in survivor.value
