@@ -99,10 +99,13 @@ def run_lanes(link: Link, lanes: Sequence[Lane[T]], rules: Rules, runner: Runner
                 runner.sleep(open_lanes, again_s)
     except BaseException as interrupt:
         for lane in lanes:
-            lane.give_up(interrupt)
-        _let_rest(lanes)
+            lane.settle(None, interrupt)
+        # Before they are given up, or some would say farewell, and others not: who leaves is gone.
         for lane in lanes:
             link.break_off(lane.meter.peer)
+        for lane in lanes:
+            lane.give_up(interrupt)
+        _let_rest(lanes)
         runner.end(lanes)
         raise
 

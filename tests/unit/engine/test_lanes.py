@@ -15,7 +15,7 @@ from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps
 from torchferry.errors import LinkBroken, LinkStalled, LinkTimeout
 from torchferry.links.base import Pending
-from torchferry.testing import MemoryNetwork
+from torchferry.testing import MemoryLink, MemoryNetwork
 
 
 class Never:
@@ -90,17 +90,27 @@ def test_a_link_that_breaks_before_the_deadline_is_broken() -> None:
     assert type(lane.error) is LinkBroken
 
 
-def test_an_interrupted_caller_gives_up_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_caller_breaks_off_and_then_gives_up_every_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     never = [Never(), Never()]
     waiting = [Lane(Meter(peer, "test"), one_wait(each)) for peer, each in enumerate(never, 1)]
 
     def interrupted(self: ThreadRunner, lanes: object, until_s: float) -> None:
         raise KeyboardInterrupt
 
+    class Watching(MemoryLink):
+        def break_off(self, peer: int) -> None:
+            broken_off.append((peer, any(lane.meter.given_up for lane in waiting)))
+
+    broken_off: list[tuple[int, bool]] = []
     monkeypatch.setattr(threads.ThreadRunner, "sleep", interrupted)
     runner = ThreadRunner()
     with pytest.raises(KeyboardInterrupt):
-        run_lanes(MemoryNetwork().link(0), waiting, Rules(runner.now_s() + 20), runner)
+        run_lanes(Watching(MemoryNetwork(), 0), waiting, Rules(runner.now_s() + 20), runner)
     for each in never:
         each.stop.set()
     assert [type(lane.error) for lane in waiting] == [KeyboardInterrupt] * 2
+    assert all(lane.meter.given_up for lane in waiting)
+    # A lane that is given up says farewell, and its peer would take this process for one that is still there.
+    assert broken_off == [(1, False), (2, False)]
