@@ -26,6 +26,7 @@ from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
 from torchferry.engine import Pull, pull
 from torchferry.engine.destination import Target
+from torchferry.engine.recall import Recall
 from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError
 from torchferry.pg_transport.pickled import decode_any
@@ -87,7 +88,7 @@ def _peak_bytes(*, reset: bool = True) -> int:
 def take_apart(frame: bytes) -> None:
     """Do all that a receiver does with a frame before the payload."""
     envelope = decode_any(frame, allow_pickle=False)
-    _plan(envelope, Target(None, Site()))
+    _plan(envelope, Target(None, Site(), Recall()))
     prepare(envelope.manifest, Site())
     Fresh(envelope.manifest).set_aside(range(len(envelope.manifest.storages)))
 

@@ -22,6 +22,7 @@ from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
 from torchferry.core.landing import land_in_place
 from torchferry.engine.destination import Target
+from torchferry.engine.recall import Recall
 from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.pg_transport.pickled import decode_any
@@ -54,7 +55,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
     try:
         envelope = decode_any(frame, allow_pickle=False)
         stage = "plan"
-        plan = _plan(envelope, Target(None, Site()))
+        plan = _plan(envelope, Target(None, Site(), Recall()))
         stage = "prepare"
         manifest = envelope.manifest
         prepared = prepare(manifest, Site())

@@ -18,6 +18,7 @@ from tests.support.states import Recipe, build
 from tests.support.transfer import ferry
 from torchferry import PGTransport
 from torchferry.core.plan import CHUNK_BYTES
+from torchferry.engine.group import Group
 
 TIMEOUT_S = 20.0
 
@@ -32,6 +33,19 @@ def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_bu
     assert_same(received, build(recipe).state)
     assert sharing(received) == sharing(sent)
     assert_same(sent, build(recipe).state)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(recipes(), CHUNKS), min_size=2, max_size=3), st.permutations(range(6)))
+def test_what_one_transfer_leaves_to_the_next_changes_nothing(
+    parcels: list[tuple[Recipe, int]], order: list[int]
+) -> None:
+    groups = Group(), Group()
+    for recipe, chunk_bytes in [(parcels * 3)[number] for number in order]:
+        received = ferry(build(recipe).state, chunk_bytes=chunk_bytes, groups=groups).state
+        expected = build(recipe).state
+        assert_same(received, expected)
+        assert sharing(received) == sharing(expected)
 
 
 @settings(max_examples=150)

@@ -12,16 +12,25 @@ from torchferry import __version__
 
 
 def describe_machine() -> dict[str, str]:
-    """The processor, its cores, the memory, and the versions that matter. No names, no addresses."""
+    """The processor, its cores, the memory, what paces TCP, and the versions that matter. No names, no addresses."""
     return {
         "processor": _after_colon(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": _memory(),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "TCP": _congestion_control(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchferry": __version__,
     }
+
+
+def _congestion_control() -> str:
+    """How TCP decides how fast to send. It makes a difference of two between two processes of one machine."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def _memory() -> str:

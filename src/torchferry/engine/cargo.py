@@ -21,7 +21,6 @@ from torchferry.core.plan import (
     Message,
     Plan,
     TooManyMessages,
-    make_plan,
     samples_of,
 )
 from torchferry.core.protocol import AHEAD_BYTES
@@ -31,6 +30,7 @@ from torchferry.core.torn import paths_of
 from torchferry.engine.digest import digests
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Runner
+from torchferry.engine.recall import Recall
 from torchferry.engine.staging import Staging
 from torchferry.engine.threads import ThreadRunner
 from torchferry.errors import StateError, Unsendable
@@ -196,8 +196,10 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
     Raises:
         Unsendable: something in the state can't travel.
     """
-    source = describe(state, pickle=terms.pickle)
-    plan, chunk_bytes, relayed = _plan(source, terms, len(peers))
+    recall = group.recall("send")
+    source = describe(state, pickle=terms.pickle, traces=recall.traces)
+    plan, chunk_bytes, relayed = _plan(source, terms, len(peers), recall)
+    group.remember("send", recall)
     lanes = 1 if relayed else max(len(peers), 1)
     ahead = terms.verify and plan.payload_bytes <= terms.ahead_bytes
     cargo = Cargo(
@@ -248,14 +250,14 @@ def check_frame(frame: bytes, terms: Push) -> bytes:
     return frame
 
 
-def _plan(source: Description, terms: Push, receivers: int) -> tuple[Plan, int, bool]:
+def _plan(source: Description, terms: Push, receivers: int, recall: Recall) -> tuple[Plan, int, bool]:
     """Give the plan, the size of its chunks, and whether receivers forward to each other."""
     try:
-        plan = make_plan(source.manifest, terms.chunk_bytes, pack_from=terms.pack_from)
+        plan = recall.plan(source.manifest, terms.chunk_bytes, pack_from=terms.pack_from)
         relayed = relays(plan.payload_bytes, receivers, terms.relay)
         short = terms.relay_chunk_bytes
         if relayed and short < terms.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
-            return make_plan(source.manifest, short, pack_from=terms.pack_from), short, relayed
+            return recall.plan(source.manifest, short, pack_from=terms.pack_from), short, relayed
         return plan, terms.chunk_bytes, relayed
     except TooIntricate as error:
         raise Unsendable(

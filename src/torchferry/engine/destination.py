@@ -11,10 +11,11 @@ from torchferry.core.codec import Envelope, Known, know
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Plan, make_plan
+from torchferry.core.plan import Plan
 from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path
 from torchferry.engine.meter import Meter
+from torchferry.engine.recall import Recall
 from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
 from torchferry.tensors.assemble import Prepared, assemble_fresh, assemble_in_place, prepare
 from torchferry.tensors.describe import Description, describe_target
@@ -30,12 +31,13 @@ class Target:
     A failure here is a refusal like any other: the sender's messages are taken first.
 
     The sender is describing its own at the same time, and nearly always they turn out to be described alike.
-    So what follows from that is worked out beforehand.
+    So what follows from that is worked out beforehand. What arrives fresh is compared with what arrived last.
     """
 
-    def __init__(self, target: Callable[[], object] | None, site: Site) -> None:
+    def __init__(self, target: Callable[[], object] | None, site: Site, recall: Recall) -> None:
         self.site = site
-        self.known: Known | None = None
+        self.known: Known | None = recall.arrived if target is None else None
+        self._recall = recall
         self._description: Description | None = None
         self._error: Exception | None = None
         self._plan: Plan | None = None
@@ -43,7 +45,7 @@ class Target:
         if target is None:
             return
         try:
-            self._description = describe_target(target())
+            self._description = describe_target(target(), traces=recall.traces)
         except Exception as error:
             self._error = error
         else:
@@ -53,7 +55,7 @@ class Target:
 
     def _work_ahead(self, manifest: Manifest) -> None:
         self.known = know(manifest)
-        self._plan = make_plan(manifest)
+        self._plan = self._recall.plan(manifest)
         self._prepared = prepare(manifest, self.site)
 
     def prepare(self, manifest: Manifest) -> Prepared:
@@ -62,8 +64,7 @@ class Target:
         Raises:
             PeerError: it can't.
         """
-        alike = self.known is not None and manifest is self.known.manifest
-        return self._prepared if alike and self._prepared else prepare(manifest, self.site)
+        return self._prepared if self._knows(manifest) and self._prepared else prepare(manifest, self.site)
 
     def plan(self, envelope: Envelope) -> Plan:
         """Give the plan of what arrives.
@@ -72,10 +73,18 @@ class Target:
             TooIntricate: views overlap in a pattern too irregular to list.
             TooManyMessages: more than may be listed.
         """
-        alike = self.known is not None and envelope.manifest is self.known.manifest
-        if alike and self._plan and self._plan.sizes == (envelope.chunk_bytes, envelope.pack_bytes):
+        sizes = envelope.chunk_bytes, envelope.pack_bytes
+        if self._knows(envelope.manifest) and self._plan and self._plan.sizes == sizes:
             return self._plan
-        return make_plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
+        return self._recall.plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
+
+    def know(self, manifest: Manifest) -> None:
+        """Know what arrived again the next time, unless a local state says what is to be expected."""
+        if self._description is None and self._error is None and not self._knows(manifest):
+            self._recall.arrived = know(manifest)
+
+    def _knows(self, manifest: Manifest) -> bool:
+        return self.known is not None and manifest is self.known.manifest
 
     def description(self) -> Description | None:
         """Give the local state described; None if what arrives is to be fresh."""

@@ -3,7 +3,7 @@
 Several threads may send and receive on the same group at once, through one transport or several. Serial
 numbers keep their messages apart; the locks keep one transfer's length and frame together, for those have
 no number yet; and after a failure nothing more is tried, for old messages may still be about. What one
-transfer has staged in is left to the next.
+transfer has staged in, and what it has worked out of a description, is left to the next.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from torchferry.engine.recall import Recall
 from torchferry.engine.staging import Staging
 from torchferry.errors import GroupBroken, LinkTimeout
 
@@ -33,6 +34,7 @@ class Group:
         self._headers: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
         self._broken: str | None = None
         self._stagings: dict[tuple[torch.device, bool], Staging] = {}
+        self._recalls: dict[str, Recall] = {}
 
     def staging(self, device: torch.device, *, pinned: bool = False) -> Staging:
         """Give memory to stage in: an earlier transfer's, if that has left any."""
@@ -44,6 +46,17 @@ class Group:
         """Keep a transfer's staging for the next; one is enough."""
         with self._lock:
             self._stagings[staging.device, staging.pinned] = staging
+
+    def recall(self, way: str) -> Recall:
+        """Give what the last transfer that way has left, if there is any, to this one alone."""
+        with self._lock:
+            return self._recalls.pop(way, None) or Recall()
+
+    def remember(self, way: str, recall: Recall) -> None:
+        """Keep what a transfer leaves for the next that way."""
+        if recall.is_worth_keeping:
+            with self._lock:
+                self._recalls[way] = recall
 
     def next_serial(self) -> int:
         """Give the number of a new transfer."""

@@ -112,11 +112,14 @@ class _Transfer:
         phases, peer = self._phases, self._peer
         # Before the frame is there, for the sender is describing its state at the same time.
         with phases.phase("describe", peer):
-            target = Target(self._terms.target, self._terms.site)
+            recall = self._group.recall("receive")
+            target = Target(self._terms.target, self._terms.site, recall)
         with phases.phase("receive metadata", peer):
             frame = self._receive_frame()
             envelope = self._terms.decode(frame, target.known)
             plan = _plan(envelope, target)
+            target.know(envelope.manifest)
+            self._group.remember("receive", recall)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:

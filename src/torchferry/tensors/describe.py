@@ -20,7 +20,7 @@ from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import CPU, Memory
-from torchferry.tensors.storages import OddTensor, StorageTable
+from torchferry.tensors.storages import OddTensor, StorageTable, Traces
 from torchferry.tensors.values import to_wire
 
 
@@ -68,18 +68,21 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [_version(tensor) for tensor in tensors]
 
 
-def describe(state: object, *, pickle: Callable[[object], bytes] | None = None) -> Description:
+def describe(
+    state: object, *, pickle: Callable[[object], bytes] | None = None, traces: Traces | None = None
+) -> Description:
     """Describe a state that is to be sent.
 
-    `pickle` turns leaves outside the closed set into bytes; without it they are refused.
+    `pickle` turns leaves outside the closed set into bytes; without it they are refused. `traces` are
+    the last description's.
 
     Raises:
         Unsendable: a leaf, key or container can't travel; names its path.
     """
-    return _describe(state, _pickled_or_refused(pickle))
+    return _describe(state, _pickled_or_refused(pickle), traces)
 
 
-def describe_target(state: object) -> Description:
+def describe_target(state: object, *, traces: Traces | None = None) -> Description:
     """Describe a local state that is to be written in place.
 
     What can't be described becomes an opaque leaf, and what can't be written a kind of its own: both only
@@ -89,7 +92,7 @@ def describe_target(state: object) -> Description:
     def opaque(value: object, error: Unsendable) -> Leaf:
         return Leaf(OPAQUE)
 
-    found = _describe(state, opaque)
+    found = _describe(state, opaque, traces)
     if not found.uncounted:
         # No ndarrays in it.
         return found
@@ -103,11 +106,12 @@ def _if_writable(leaf: Leaf) -> Leaf:
     return leaf if leaf.traits else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
 
 
-def _describe(state: object, otherwise: _Otherwise) -> Description:
+def _describe(state: object, otherwise: _Otherwise, traces: Traces | None) -> Description:
+    traces = traces or Traces()
     try:
-        return _Describer(otherwise, careful=False).run(state)
+        return _Describer(otherwise, traces, careful=False).run(state)
     except OddTensor:
-        return _Describer(otherwise, careful=True).run(state)
+        return _Describer(otherwise, traces, careful=True).run(state)
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -143,13 +147,13 @@ def _key_to_wire(key: object) -> Value:
 class _Describer:
     """One walk through one state."""
 
-    def __init__(self, otherwise: _Otherwise, *, careful: bool) -> None:
+    def __init__(self, otherwise: _Otherwise, traces: Traces, *, careful: bool) -> None:
         self._otherwise = otherwise
         self._careful = careful
         self._branches: list[Branch | None] = []
         self._leaves: list[Leaf] = []
         self._values: list[object] = []
-        self._storages = StorageTable(careful=careful)
+        self._storages = StorageTable(traces, careful=careful)
         self._known: dict[int, int] = {}
         self._uncounted: list[int] = []
 

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.figures import figure
+from torchferry.core.last import Last
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
 from torchferry.errors import Unsendable
 from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
@@ -45,6 +46,19 @@ def _look(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Lo
     sizes = tuple(shape)
     span = figure(sizes, stride, dtype.itemsize).span
     return _Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span, dtype.is_complex)
+
+
+class Traces:
+    """What was worked out for the last state that was described, in terms that hold for any state like it.
+
+    `looks` follow from dtypes, shapes and strides, `apart` from where the storages lie, and `specs` from
+    those two. No tensor is kept alive by it.
+    """
+
+    def __init__(self) -> None:
+        self.looks: Last[list[_Look]] = Last()
+        self.apart: Last[bool] = Last()
+        self.specs: Last[tuple[TensorSpec, ...]] = Last()
 
 
 class OddTensor(Exception):
@@ -84,8 +98,9 @@ class StorageTable:
     is known which.
     """
 
-    def __init__(self, *, careful: bool) -> None:
+    def __init__(self, traces: Traces, *, careful: bool) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._traces = traces
         self._careful = careful
 
     def enter(self, tensor: torch.Tensor) -> int:
@@ -131,18 +146,16 @@ class StorageTable:
         is_cpu = [tensor.is_cpu for tensor in tensors]
         if False in is_cpu:
             self._look_closely()
-        looks = list(
-            map(
-                _look,
-                [tensor.dtype for tensor in tensors],
-                [tensor.shape for tensor in tensors],
-                map(torch.Tensor.stride, tensors),
-            )
+        dtypes = [tensor.dtype for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
+        strides = list(map(torch.Tensor.stride, tensors))
+        looks = self._traces.looks.of(
+            (dtypes, shapes, strides), lambda: list(map(_look, dtypes, shapes, strides))
         )
         negs = list(map(torch.Tensor.is_neg, tensors))
         if any(negs):
             self._look_closely()
-        conjs: Iterable[bool] = repeat(False)
+        conjs: list[bool] | None = None
         if True in [look.is_complex for look in looks]:
             conjs = [tensor.is_conj() for tensor in tensors]
         storages = list(map(torch.Tensor.untyped_storage, tensors))
@@ -155,10 +168,11 @@ class StorageTable:
             ends = [place + span if span else 0 for place, span in zip(places, spans, strict=True)]
         if any(map(gt, ends, held)):
             self._look_closely()
-        if _all_apart(storages, held):
+        addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+        if self._traces.apart.of((addresses, held), lambda: _all_apart(addresses, held)):
             # Each is alone, and its storage begins where it does.
             numbers: Sequence[int] = range(len(tensors))
-            offsets: Iterable[int] = repeat(0)
+            offsets: list[int] | None = None
             devices: Iterable[torch.device] = repeat(CPU)
             if False in is_cpu:
                 devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
@@ -168,9 +182,10 @@ class StorageTable:
             blocks, block_of = self._blocks(storages, held)
             found, memories, sizes = _shared(blocks, block_of, looks, places)
             numbers, offsets = [number for number, _ in found], [offset for _, offset in found]
-        forms = zip(*[look.form for look in looks], strict=True)
-        specs = map(TensorSpec, *forms, numbers, offsets, conjs, negs) if looks else ()
-        return Storages(tuple(specs), tuple(memories), tuple(sizes))
+        specs = self._traces.specs.of(
+            (looks, numbers, offsets, conjs, negs), lambda: _specs(looks, numbers, offsets, conjs, negs)
+        )
+        return Storages(specs, tuple(memories), tuple(sizes))
 
     def _look_closely(self) -> None:
         """Look at each tensor, because something is not as it nearly always is.
@@ -198,10 +213,23 @@ class StorageTable:
         return blocks, block_of
 
 
-def _all_apart(storages: list[torch.UntypedStorage], held: list[int]) -> bool:
+def _specs(
+    looks: list[_Look],
+    numbers: Sequence[int],
+    offsets: list[int] | None,
+    conjs: list[bool] | None,
+    negs: list[bool],
+) -> tuple[TensorSpec, ...]:
+    """Say of each tensor what it is; without offsets they are 0, without conjs False."""
+    if not looks:
+        return ()
+    forms = zip(*[look.form for look in looks], strict=True)
+    return tuple(map(TensorSpec, *forms, numbers, offsets or repeat(0), conjs or repeat(False), negs))
+
+
+def _all_apart(addresses: list[int], held: list[int]) -> bool:
     """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
     # Without torch's sort, which would be done wherever the user has torch do things by default.
-    addresses = list(map(torch.UntypedStorage.data_ptr, storages))
     size_at = dict(zip(addresses, held, strict=True))
     # Some that have no memory are all at 0, and are told apart one by one.
     if len(size_at) < len(addresses):

@@ -1,0 +1,141 @@
+"""What one transfer leaves to the next: used where it holds, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.equality import assert_same
+from tests.support.transfer import ferry
+from torchferry.core.plan import make_plan
+from torchferry.engine import recall
+from torchferry.engine.group import Group
+from torchferry.errors import Unsendable
+
+COUNT = 40
+"""Enough to be described at once."""
+
+
+def state(fill: float = 0.0) -> dict[str, Any]:
+    return {f"layer {n}": torch.full((2, 3), float(fill + n)) for n in range(COUNT)}
+
+
+@pytest.fixture
+def groups() -> tuple[Group, Group]:
+    return Group(), Group()
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every plan that is made."""
+    made: list[object] = []
+
+    def make(*asked: Any) -> object:
+        made.append(make_plan(*asked))
+        return made[-1]
+
+    monkeypatch.setattr(recall, "make_plan", make)
+    return made
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
+def test_a_state_that_is_sent_again_is_planned_once_on_each_side(
+    groups: tuple[Group, Group], plans: list[object], in_place: bool
+) -> None:
+    for fill in (0.0, 1.0, 2.0):
+        into = state(-1.0) if in_place else None
+        assert_same(ferry(state(fill), into=into, groups=groups).state, state(fill))
+    assert len(plans) == 2
+
+
+def test_what_arrives_again_is_recognised_and_not_decoded(groups: tuple[Group, Group]) -> None:
+    ferry(state(), groups=groups)
+    known = groups[1]._recalls["receive"].arrived
+    ferry(state(1.0), groups=groups)
+    assert known is not None
+    assert groups[1]._recalls["receive"].arrived is known
+
+
+def tied(one: dict[str, Any]) -> dict[str, Any]:
+    return {**one, "layer 1": one["layer 0"]}
+
+
+def overlapping(one: dict[str, Any]) -> dict[str, Any]:
+    return {**one, "layer 1": one["layer 0"].view(-1)[3:].expand(2, 3)}
+
+
+def moved_on(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.cat([torch.zeros(6), tensor.view(-1)])[6:].view(2, 3) for name, tensor in one.items()}
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "dtype": lambda one: {**one, "layer 3": one["layer 3"].to(torch.int32)},
+    "dtype of all, with the same item size": lambda one: {n: t.to(torch.int32) for n, t in one.items()},
+    "shape": lambda one: {n: t.view(3, 2) for n, t in one.items()},
+    "strides": lambda one: {n: t.t().contiguous().t() for n, t in one.items()},
+    "offset": moved_on,
+    "tied": tied,
+    "overlap": overlapping,
+    "neg bit": lambda one: {**one, "layer 5": torch._neg_view(one["layer 5"])},
+    "conj bit": lambda one: {n: torch.complex(t, t).conj() for n, t in one.items()},
+    "grad": lambda one: {n: t.requires_grad_() for n, t in one.items()},
+    "parameters": lambda one: {n: torch.nn.Parameter(t) for n, t in one.items()},
+    "keys": lambda one: {f"{n}!": t for n, t in one.items()},
+    "order": lambda one: dict(reversed(one.items())),
+    "one less": lambda one: {n: t for n, t in one.items() if n != "layer 7"},
+    "one more": lambda one: {**one, "more": torch.ones(2, 3)},
+    "a value": lambda one: {**one, "step": 7},
+    "sparse": lambda one: {**one, "layer 2": one["layer 2"].to_sparse()},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_that_differs_in_anything_arrives_as_it_is(
+    groups: tuple[Group, Group], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    for fill, make in enumerate([lambda one: one, change, lambda one: one, change]):
+        sent = make(state(fill))
+        assert_same(ferry(sent, groups=groups).state, make(state(fill)))
+        if not any(tensor.requires_grad for tensor in sent.values() if isinstance(tensor, torch.Tensor)):
+            assert_same(ferry(sent, into=make(state(-1.0)), groups=groups).state, make(state(fill)))
+
+
+def test_values_are_made_anew_for_every_arrival(groups: tuple[Group, Group]) -> None:
+    sent = {**state(), "seen": {1, 2}, "order": [1, {"a": 2}], "rng": (3, (4, 5))}
+    first = ferry(sent, groups=groups).state
+    first["seen"].clear()
+    first["order"][1]["a"] = "spoilt"
+    assert_same(ferry(sent, groups=groups).state, sent)
+
+
+def test_what_is_left_keeps_no_tensor_alive(groups: tuple[Group, Group]) -> None:
+    sent, into = state(), state(-1.0)
+    received = ferry(sent, groups=groups).state, ferry(sent, into=into, groups=groups).state
+    watched = [weakref.ref(one["layer 0"]) for one in (sent, into, received[0])]
+    del sent, into, received
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 3
+
+
+def test_memory_that_was_freed_meanwhile_is_found_though_the_description_is_the_same(
+    groups: tuple[Group, Group],
+) -> None:
+    sent = state()
+    ferry(sent, groups=groups)
+    sent["layer 4"].untyped_storage().resize_(0)
+    with pytest.raises(Unsendable, match=r"layer 4.*freed"):
+        ferry(sent, groups=groups)
+
+
+@pytest.mark.parametrize("limit", ["MOST_ITEMS", "MOST_BYTES"])
+def test_what_takes_much_memory_is_not_kept(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(recall, limit, 10)
+    ferry(state(), groups=groups)
+    assert not groups[1]._recalls
