@@ -12,7 +12,7 @@ from torchferry import __version__
 
 
 def describe_machine() -> dict[str, str]:
-    """The processor, its cores, the memory, what paces TCP, and the versions that matter. No names, no addresses."""
+    """The processor, cores, memory, what paces TCP, and the versions that matter. No names, no addresses."""
     return {
         "processor": _after_colon(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),

@@ -59,7 +59,7 @@ def _head(results: Results) -> str:
         "<h1>How fast torchferry moves a state</h1>"
         f'<p class="soft">{escape(results.date)} · {escape(machine.get("processor", ""))}, '
         f"{escape(machine.get('cores', '?'))} cores, {escape(machine.get('memory', '?'))} · "
-        f"torch {escape(machine.get('torch', '?'))}</p>"
+        f"torch {escape(machine.get('torch', '?'))} · TCP {escape(machine.get('TCP', '?'))}</p>"
         f'<div class="tiles">{shown}</div>'
         '<nav class="small"><a href="#marks">The marks</a><a href="#plots">Plots</a>'
         '<a href="#figures">All figures</a><a href="#how">How it was measured</a></nav>'
