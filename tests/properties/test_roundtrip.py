@@ -35,7 +35,7 @@ def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_bu
     assert_same(sent, build(recipe).state)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(recipes(), CHUNKS), min_size=2, max_size=3), st.permutations(range(6)))
 def test_what_one_transfer_leaves_to_the_next_changes_nothing(
     parcels: list[tuple[Recipe, int]], order: list[int]

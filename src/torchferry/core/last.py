@@ -19,6 +19,11 @@ class Last(Generic[T]):
     def __init__(self) -> None:
         self._kept: tuple[object, T] | None = None
 
+    @property
+    def answer(self) -> T | None:
+        """The last answer, None if there is none."""
+        return None if self._kept is None else self._kept[1]
+
     def of(self, asked: object, answer: Callable[[], T]) -> T:
         """Give the last answer again if the same was asked, and a new one if not.
 

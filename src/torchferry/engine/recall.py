@@ -17,8 +17,9 @@ from torchferry.tensors.storages import Traces
 MOST_ITEMS = 1 << 15
 """So many tensors and chunks are kept, some ten megabytes of them."""
 
-MOST_BYTES = 4 << 20
-"""So many bytes of metadata are kept: values may be in it, of any size."""
+MOST_FRAME_BYTES = 4 << 20
+"""Nothing is kept of longer metadata: values may be in it, of any size, and decoded it is several times as
+long."""
 
 
 class Recall:
@@ -36,8 +37,8 @@ class Recall:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it takes little memory."""
-        known_bytes = 0 if self.arrived is None else sum(map(len, self.arrived.parts.values()))
-        return self._items <= MOST_ITEMS and known_bytes <= MOST_BYTES
+        # The plan may be of what arrived, and the traces of a local state, which has more in it.
+        return max(self._items, len(self.traces.specs.answer or ())) <= MOST_ITEMS
 
     def plan(
         self,

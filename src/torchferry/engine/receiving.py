@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchferry.core.codec import Envelope, Known, decode
+from torchferry.core.codec import Envelope, Known, decode, is_frame
 from torchferry.core.extents import TooIntricate
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
@@ -29,6 +29,7 @@ from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter, ask_after_unmet, note_progress
 from torchferry.engine.payload import Arrival, Payload
 from torchferry.engine.phases import Phases
+from torchferry.engine.recall import MOST_FRAME_BYTES
 from torchferry.engine.relay import Relay
 from torchferry.engine.threads import ThreadRunner
 from torchferry.engine.window import Steps, T
@@ -118,13 +119,14 @@ class _Transfer:
             frame = self._receive_frame()
             envelope = self._terms.decode(frame, target.known)
             plan = _plan(envelope, target)
-            target.know(envelope.manifest)
-            self._group.remember("receive", recall)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
             receiver = destination(envelope.manifest, plan, target, strict=self._terms.strict)
+            if is_frame(frame) and len(frame) <= MOST_FRAME_BYTES and recall.is_worth_keeping:
+                target.know(envelope.manifest)
+                self._group.remember("receive", recall)
         with phases.phase("receive tensors", self._route.source):
             not_forwarded = self._receive_payload(envelope, plan, receiver)
         self.at_rest = True

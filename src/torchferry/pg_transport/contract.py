@@ -8,12 +8,14 @@ with all its checks, without knowing that it exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch.utils._pytree import KeyPath, TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from torchferry.core.codec import Envelope
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.showing import show
 from torchferry.core.soundness import check
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.describe import describe
@@ -103,7 +105,7 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
         if isinstance(value, AncestorTensorMeta):
             carried.append(Leaf("tensor", (len(tensors),)))
             tensors.extend(_specs(value, len(storages)))
-            storages.append(value.nbytes)
+            storages.append(_count(value.nbytes))
         else:
             carried.append(Leaf(VALUE, traits=to_wire(value)))
     manifest = Manifest(tree.root, tree.branches, tuple(carried), tuple(tensors), tuple(storages))
@@ -114,17 +116,33 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
 def _specs(meta: AncestorTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
     """Describe the tensor, and next to it the whole storage: a tensor of no leaf, so it is only moved."""
     itemsize = meta.dtype.itemsize
-    if meta.nbytes < 0 or meta.storage_offset < 0:
-        raise BadManifest("a tensor with a negative size or offset")
     tensor = TensorSpec(
         dtype_name(meta.dtype),
         itemsize,
-        tuple(meta.shape),
-        tuple(meta.stride),
+        tuple(map(_count, meta.shape)),
+        tuple(map(_count, meta.stride)),
         storage,
-        meta.storage_offset * itemsize,
+        _count(meta.storage_offset) * itemsize,
     )
-    return tensor, TensorSpec("uint8", 1, (meta.nbytes,), (1,), storage, 0)
+    return tensor, TensorSpec("uint8", 1, (_count(meta.nbytes),), (1,), storage, 0)
+
+
+def _count(number: object) -> int:
+    """Give a number of the ancestor's as one of ours.
+
+    What only equals one (2.0 for 2, numpy's) would be taken for it by all that remembers answers, and be in
+    them.
+
+    Raises:
+        BadManifest: it is not a whole number, or negative, or larger than any tensor.
+    """
+    try:
+        count = int(index(number))  # type: ignore[arg-type]
+    except TypeError:
+        raise BadManifest(f"a tensor with {show(number)} for a size, stride or offset") from None
+    if not 0 <= count < 2**63:
+        raise BadManifest(f"a tensor with a size, stride or offset of {show(count)}, which can't be")
+    return count
 
 
 def _is_parameter(value: torch.Tensor) -> bool:

@@ -13,9 +13,9 @@ import torch
 from tests.support.equality import assert_same
 from tests.support.transfer import ferry
 from torchferry.core.plan import make_plan
-from torchferry.engine import recall
+from torchferry.engine import recall, receiving
 from torchferry.engine.group import Group
-from torchferry.errors import Unsendable
+from torchferry.errors import StateMismatch, Unsendable
 
 COUNT = 40
 """Enough to be described at once."""
@@ -132,10 +132,36 @@ def test_memory_that_was_freed_meanwhile_is_found_though_the_description_is_the_
         ferry(sent, groups=groups)
 
 
-@pytest.mark.parametrize("limit", ["MOST_ITEMS", "MOST_BYTES"])
 def test_what_takes_much_memory_is_not_kept(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch, limit: str
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recall, limit, 10)
+    monkeypatch.setattr(recall, "MOST_ITEMS", COUNT)
     ferry(state(), groups=groups)
+    assert not groups[0]._recalls
     assert not groups[1]._recalls
+
+
+def test_nothing_is_kept_of_long_metadata(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "MOST_FRAME_BYTES", 100)
+    for into in (None, state(-1.0)):
+        ferry(state(), into=into, groups=groups)
+        assert not groups[1]._recalls
+
+
+def test_a_large_local_state_is_not_kept_though_little_of_it_arrives(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall, "MOST_ITEMS", COUNT - 1)
+    ferry({"layer 0": torch.ones(2, 3)}, into=state(), strict=False, groups=groups)
+    assert groups[0]._recalls
+    assert not groups[1]._recalls
+
+
+def test_what_was_refused_leaves_nothing(groups: tuple[Group, Group]) -> None:
+    ferry(state(), into=state(), groups=groups)
+    with pytest.raises(StateMismatch):
+        ferry(state(), into=moved_on(state()) | {"more": torch.ones(1)}, groups=groups)
+    assert not groups[1]._recalls
+    assert_same(ferry(state(1.0), into=state(), groups=groups).state, state(1.0))

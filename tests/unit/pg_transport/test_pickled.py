@@ -372,6 +372,9 @@ def test_an_ancestor_s_description_that_is_not_sound_is_a_bad_manifest() -> None
         {"nbytes": -1},
         {"storage_offset": -1},
         {"stride": (100,)},
+        {"stride": (1.0,)},
+        {"stride": (2**70,)},
+        {"nbytes": 2**70},
         {"shape": None},
     ):
         broken = type(leaf)(**{**vars(leaf), **change})
@@ -381,6 +384,36 @@ def test_an_ancestor_s_description_that_is_not_sound_is_a_bad_manifest() -> None
     too_few = pickle.dumps(_StateDictMeta(meta.treespec, meta.paths, []))
     with pytest.raises(BadManifest):
         received(too_few, allow_pickle=True)
+
+
+class Number:
+    """A whole number that is no int, as numpy's are."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("kind", [Number, float], ids=["whole", "not whole"])
+def test_numbers_of_another_kind_are_made_ints_or_refused_and_leave_no_trace(
+    kind: Callable[[int], Any],
+) -> None:
+    state = {"w": torch.arange(35.0).view(5, 7)}
+    meta, storages = _prepare_state_dict(state, torch.device("cpu"))
+    leaf: Any = meta.non_tensor_leaves[0]
+    odd = type(leaf)(**{**vars(leaf), "stride": tuple(map(kind, leaf.stride))})
+    ends = Ends(allow_pickle=True)
+    push_pickle(ends, pickle.dumps(_StateDictMeta(meta.treespec, meta.paths, [odd])), storages)
+    if kind is Number:
+        assert_same(ends.receiver.recv_checkpoint(0), state)
+    else:
+        with pytest.raises(BadManifest, match=r"7\.0 for a size, stride or offset"):
+            ends.receiver.recv_checkpoint(0)
+    ends = Ends()
+    ends.sender.send_checkpoint([1], state)
+    assert_same(ends.receiver.recv_checkpoint(0), state)
 
 
 def test_the_ancestor_s_description_is_made_as_the_contract_says() -> None:
