@@ -52,12 +52,16 @@ PACKED_BYTES = 1 << 20
 SAMPLE_BYTES = 4 << 10
 """What is read again at each end of a message, to find out whether it was changed: next to nothing."""
 
-SEAL_MESSAGES = 16
-"""Messages between seals: often enough to find damage early, seldom enough to cost nothing."""
+SEAL_MESSAGES = 64
+"""Messages between seals: half a gigabyte in chunks. Often enough to find damage early, and seldom enough: a
+seal has to wait for gloo, which holds a lock while it copies, and all that time nothing is hashed."""
 
-SEAL_LAG = 7
-"""A seal comes so many messages later, and one: it can't be made before its messages were sent and then
-hashed, and the link must have something to do meanwhile."""
+SEAL_CHUNKS = 1 << 14
+"""The same in chunks, of which packed messages have many: a seal has eight bytes for each."""
+
+SEAL_LAG = 8
+"""A seal comes so many messages later: it can't be made before its messages were sent and then hashed, and
+the link must have something to do meanwhile."""
 
 
 class TooManyMessages(ValueError):
@@ -114,17 +118,18 @@ class Plan(NamedTuple):
         if not sealed:
             return list(self.messages)
         found: list[Message | Seal] = []
-        due: deque[Seal] = deque()
+        due: deque[tuple[int, Seal]] = deque()
+        sealed_messages = sealed_chunks = seals = 0
         for message in self.messages:
             found.append(message)
-            if message.number % SEAL_MESSAGES == SEAL_LAG and due:
-                found.append(due.popleft())
-            last = message.number + 1 == len(self.messages)
-            if last or (message.number + 1) % SEAL_MESSAGES == 0:
-                number = message.number // SEAL_MESSAGES
-                first = self.messages[number * SEAL_MESSAGES].first
-                due.append(Seal(number, first, message.end, last))
-        return [*found, *due]
+            if due and due[0][0] == message.number:
+                found.append(due.popleft()[1])
+            sent, last = message.number + 1, message.number + 1 == len(self.messages)
+            is_full = sent - sealed_messages == SEAL_MESSAGES or message.end - sealed_chunks >= SEAL_CHUNKS
+            if last or is_full:
+                due.append((message.number + SEAL_LAG, Seal(seals, sealed_chunks, message.end, last)))
+                sealed_messages, sealed_chunks, seals = sent, message.end, seals + 1
+        return [*found, *(seal for _, seal in due)]
 
 
 def make_plan(

@@ -27,8 +27,11 @@ def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
 
 def head(buffer: torch.Tensor, nbytes: int) -> bytes:
     """Give the first bytes of a flat buffer, or all if there are fewer."""
-    host = buffer[:nbytes].cpu()
-    return bytes(_view(host))
+    if buffer.is_cpu:
+        # A slice would take torch longer than all the rest.
+        nbytes = min(nbytes, buffer.nbytes)
+        return ctypes.string_at(buffer.data_ptr(), nbytes) if nbytes else b""
+    return bytes(_view(buffer[:nbytes].cpu()))
 
 
 def _view(host: torch.Tensor) -> memoryview:

@@ -174,6 +174,18 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
+def peek(memory: Memory, piece: Extent) -> bytes:
+    """Copy a short plain piece.
+
+    Raises:
+        StateError: it is not there any more.
+    """
+    if memory.device is not CPU:
+        return bytes(run_of(memory, piece).tolist())
+    _check_held(memory, piece)
+    return ctypes.string_at(memory.storage.data_ptr() + memory.base + piece.offset, piece.run_bytes)
+
+
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other."""
     _copy(memories, pieces, buffer, into_buffer=True)

@@ -11,6 +11,8 @@ from torchferry.core.plan import (
     PACK_BYTES,
     PACK_FROM,
     PACKED_BYTES,
+    SEAL_CHUNKS,
+    SEAL_LAG,
     SEAL_MESSAGES,
     Message,
     TooManyMessages,
@@ -74,10 +76,18 @@ def test_every_chunk_is_in_one_seal_which_follows_it() -> None:
             if isinstance(item, Message):
                 sent = item.end
             else:
-                assert item.end <= sent <= item.end + SEAL_MESSAGES, "soon after its messages, and not before"
+                assert item.end <= sent <= item.end + SEAL_LAG, "soon after its messages, and not before"
         assert sequence[-1] == seals[-1]
         assert [item for item in sequence if isinstance(item, Message)] == list(plan.messages)
         assert plan.sequence(sealed=False) == list(plan.messages)
+
+
+def test_seals_of_packed_messages_are_not_long() -> None:
+    # 8,192 chunks in a message.
+    plan = make_plan(state(*tensors(12 * SEAL_CHUNKS // 2 + 1, 128)))
+    seals = [item for item in plan.sequence(sealed=True) if isinstance(item, Seal)]
+    assert [seal.end - seal.first for seal in seals] == [SEAL_CHUNKS] * 6 + [1]
+    assert [seal.number for seal in seals] == list(range(7))
 
 
 def test_a_large_tensor_is_cut_and_the_pieces_follow_one_another() -> None:
