@@ -19,8 +19,9 @@ from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
+from torchferry.tensors.looks import Looks, OddTensor, Sight
 from torchferry.tensors.memory import CPU, Memory
-from torchferry.tensors.storages import OddTensor, StorageTable, Traces
+from torchferry.tensors.storages import StorageTable, Traces
 from torchferry.tensors.values import to_wire
 
 
@@ -144,6 +145,17 @@ def _key_to_wire(key: object) -> Value:
         raise Unsendable(f"among its keys, {error.what}") from None
 
 
+def _are_plain(values: Sequence[Any]) -> bool:
+    return _TENSORS.issuperset(map(type, values)) and {value.layout for value in values} == {torch.strided}
+
+
+def _look_at(tensors: Sequence[torch.Tensor], sight: Sight) -> Looks:
+    try:
+        return sight.look(tensors)
+    except RuntimeError as error:
+        raise OddTensor from error
+
+
 class _Describer:
     """One walk through one state."""
 
@@ -205,15 +217,18 @@ class _Describer:
 
     def _plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
         """Describe many values at once, if all are plain tensors that were not seen before; None if not."""
-        if self._careful or len(values) < _MANY or not _TENSORS.issuperset(map(type, values)):
+        if self._careful or len(values) < _MANY:
+            return None
+        sight = self._storages.sight
+        looks = sight.recognise(values)
+        if looks is None and not _are_plain(values):
             return None
         ids = list(map(id, values))
         if len(set(ids)) < len(ids) or not self._known.keys().isdisjoint(ids):
             return None
-        if {value.layout for value in values} != {torch.strided}:
-            return None
         numbers = range(len(self._leaves), len(self._leaves) + len(values))
-        self._leaves += describe_many(values, self._storages.enter_many)
+        entered = self._storages.enter_many(values, looks or _look_at(values, sight))
+        self._leaves += sight.leaves.of(entered, lambda: describe_many(values, entered))
         self._values += values
         self._known.update(zip(ids, numbers, strict=True))
         return numbers

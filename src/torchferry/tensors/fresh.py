@@ -43,22 +43,62 @@ class _Look(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Layout:
+    """Which of a manifest's storages are one plain tensor each, worked out when it is first asked."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    @cached_property
+    def only(self) -> list[int]:
+        """For each storage, the last tensor in it: the only one, if it is a plain tensor."""
+        found = [0] * len(self.manifest.storages)
+        for number, spec in enumerate(self.manifest.tensors):
+            found[spec.storage] = number
+        return found
+
+    @cached_property
+    def looks(self) -> list[_Look | None]:
+        """For each storage, say what plain tensor it is; None if it is not one, or more."""
+        tensors, sizes = self.manifest.tensors, self.manifest.storages
+        owners = [spec.storage for spec in tensors]
+        forms = [
+            (spec.dtype, spec.shape, spec.stride, spec.conj or spec.neg, sizes[spec.storage])
+            for spec in tensors
+        ]
+        known = {
+            form: _fills(spec, form[-1]) for form, spec in dict(zip(forms, tensors, strict=True)).items()
+        }
+        looks = list(map(known.__getitem__, forms))
+        if owners == list(range(len(sizes))):
+            return looks
+        found: list[_Look | None] = [None] * len(sizes)
+        for owner, look in zip(owners, looks, strict=True):
+            found[owner] = look
+        for owner, count in Counter(owners).items():
+            if count > 1:
+                found[owner] = None
+        return found
+
+
 class Fresh:
     """New memory on the CPU, set aside storage by storage when it is first asked for.
 
     `tensors` has those that were made out of messages, by number.
     """
 
-    def __init__(self, manifest: Manifest, pages: HugePages | None = None) -> None:
+    def __init__(self, layout: Layout, pages: HugePages | None = None) -> None:
         """Check that there can be enough of it. With `pages`, large memory is had in those.
 
         Raises:
             StateError: the machine has less.
         """
+        manifest = layout.manifest
         check_room(sum(manifest.storages), "the incoming state")
         self.tensors: dict[int, torch.Tensor] = {}
         # Tensors are made in a thread of their own, which does not know of the caller's mode.
         self._inference = torch.is_inference_mode_enabled()
+        self._layout = layout
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
         self._pages = pages
@@ -101,7 +141,7 @@ class Fresh:
             StateError: there is not enough memory for them.
         """
         storages = [chunk.piece.storage for chunk in chunks]
-        looks = list(map(self._looks.__getitem__, storages))
+        looks = list(map(self._layout.looks.__getitem__, storages))
         if looks.count(looks[0]) == len(looks) and self._make(storages, looks, buffer):
             return
         start = 0
@@ -128,39 +168,8 @@ class Fresh:
             return False
         except MemoryError as error:
             raise self._no_memory(error) from None
-        self.tensors.update(zip(map(self._only.__getitem__, storages), made, strict=True))
+        self.tensors.update(zip(map(self._layout.only.__getitem__, storages), made, strict=True))
         return True
-
-    @cached_property
-    def _only(self) -> list[int]:
-        """For each storage, the last tensor in it: the only one, if it is a plain tensor."""
-        found = [0] * len(self._manifest.storages)
-        for number, spec in enumerate(self._manifest.tensors):
-            found[spec.storage] = number
-        return found
-
-    @cached_property
-    def _looks(self) -> list[_Look | None]:
-        """For each storage, say what plain tensor it is; None if it is not one, or more."""
-        tensors, sizes = self._manifest.tensors, self._manifest.storages
-        owners = [spec.storage for spec in tensors]
-        forms = [
-            (spec.dtype, spec.shape, spec.stride, spec.conj or spec.neg, sizes[spec.storage])
-            for spec in tensors
-        ]
-        known = {
-            form: _fills(spec, form[-1]) for form, spec in dict(zip(forms, tensors, strict=True)).items()
-        }
-        looks = list(map(known.__getitem__, forms))
-        if owners == list(range(len(sizes))):
-            return looks
-        found: list[_Look | None] = [None] * len(sizes)
-        for owner, look in zip(owners, looks, strict=True):
-            found[owner] = look
-        for owner, count in Counter(owners).items():
-            if count > 1:
-                found[owner] = None
-        return found
 
     def _no_memory(self, error: Exception) -> StateError:
         total = sum(self._manifest.storages)

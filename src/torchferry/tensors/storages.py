@@ -11,7 +11,6 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import repeat
 from operator import add, gt, le
 from typing import cast
@@ -20,49 +19,27 @@ import torch
 from msgspec import Struct
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.figures import figure
 from torchferry.core.last import Last
-from torchferry.core.manifest import MAX_DIMS, TensorSpec
+from torchferry.core.manifest import TensorSpec
 from torchferry.errors import Unsendable
-from torchferry.tensors.memory import CPU, DTYPES, Memory, memory_at
+from torchferry.tensors.looks import Look, Looks, OddTensor, Sight, joined
+from torchferry.tensors.memory import CPU, Memory, memory_at
 from torchferry.tensors.sendable import check_dense
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
-"""The name of each dtype whose tensors are their bytes and nothing more."""
-
-
-class _Look(Struct, frozen=True, gc=False):
-    """What tensors of one dtype, shape and strides have in common. `form` is how a spec of them begins."""
-
-    form: tuple[str, int, tuple[int, ...], tuple[int, ...]]
-    span: int
-    is_complex: bool
-
-
-@lru_cache(maxsize=4096)
-def _look(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Look:
-    if dtype not in _NAMES or len(shape) > MAX_DIMS:
-        raise OddTensor
-    sizes = tuple(shape)
-    span = figure(sizes, stride, dtype.itemsize).span
-    return _Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span, dtype.is_complex)
 
 
 class Traces:
     """What was worked out for the last state that was described, in terms that hold for any state like it.
 
-    `looks` follow from dtypes, shapes and strides, `apart` from where the storages lie, and `specs` from
-    those two. No tensor is kept alive by it.
+    Sights are of tensors that were entered together, and of those in between. `apart` follows from where the
+    storages lie, and `specs` from that and what was seen. No tensor is kept alive by it.
     """
 
     def __init__(self) -> None:
-        self.looks: Last[list[_Look]] = Last()
+        self.together: list[Sight] = []
+        self.between: list[Sight] = []
         self.apart: Last[bool] = Last()
         self.specs: Last[tuple[TensorSpec, ...]] = Last()
-
-
-class OddTensor(Exception):
-    """A tensor that can't travel is among those that were entered without a look."""
+        self.sizes: Last[tuple[int, ...]] = Last()
 
 
 class _Block(Struct, frozen=True, gc=False):
@@ -102,6 +79,12 @@ class StorageTable:
         self.tensors: list[torch.Tensor] = []
         self._traces = traces
         self._careful = careful
+        self._seen: list[tuple[int, Looks]] = []
+
+    @property
+    def sight(self) -> Sight:
+        """What was last seen where the next tensors are that are entered together."""
+        return _nth(self._traces.together, len(self._seen))
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Enter a strided tensor and give its number.
@@ -114,10 +97,12 @@ class StorageTable:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def enter_many(self, tensors: Sequence[torch.Tensor]) -> range:
-        """Enter strided tensors without a look, and give their numbers."""
+    def enter_many(self, tensors: Sequence[torch.Tensor], looks: Looks) -> range:
+        """Enter strided tensors all at once that were looked at, and give their numbers."""
+        first = len(self.tensors)
+        self._seen.append((first, looks))
         self.tensors += tensors
-        return range(len(self.tensors) - len(tensors), len(self.tensors))
+        return range(first, len(self.tensors))
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -140,24 +125,11 @@ class StorageTable:
             raise OddTensor from error
 
     def _finish(self) -> Storages:
-        # A column at a time: a comprehension over one attribute costs little more than the attribute. What
-        # is not strided has no strides or no storage, and torch says so.
-        tensors = self.tensors
-        is_cpu = [tensor.is_cpu for tensor in tensors]
-        if False in is_cpu:
+        # What is not strided has no strides or no storage, and torch says so.
+        tensors, seen = self.tensors, self._look()
+        looks = seen.looks
+        if False in seen.on_cpu or True in seen.negs:
             self._look_closely()
-        dtypes = [tensor.dtype for tensor in tensors]
-        shapes = [tensor.shape for tensor in tensors]
-        strides = list(map(torch.Tensor.stride, tensors))
-        looks = self._traces.looks.of(
-            (dtypes, shapes, strides), lambda: list(map(_look, dtypes, shapes, strides))
-        )
-        negs = list(map(torch.Tensor.is_neg, tensors))
-        if any(negs):
-            self._look_closely()
-        conjs: list[bool] | None = None
-        if True in [look.is_complex for look in looks]:
-            conjs = [tensor.is_conj() for tensor in tensors]
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         held = list(map(torch.UntypedStorage.nbytes, storages))
         spans = [look.span for look in looks]
@@ -174,7 +146,7 @@ class StorageTable:
             numbers: Sequence[int] = range(len(tensors))
             offsets: list[int] | None = None
             devices: Iterable[torch.device] = repeat(CPU)
-            if False in is_cpu:
+            if False in seen.on_cpu:
                 devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
             memories: list[Memory] = list(map(Memory, storages, places, devices))
             sizes = spans
@@ -182,10 +154,24 @@ class StorageTable:
             blocks, block_of = self._blocks(storages, held)
             found, memories, sizes = _shared(blocks, block_of, looks, places)
             numbers, offsets = [number for number, _ in found], [offset for _, offset in found]
-        specs = self._traces.specs.of(
-            (looks, numbers, offsets, conjs, negs), lambda: _specs(looks, numbers, offsets, conjs, negs)
-        )
-        return Storages(specs, tuple(memories), tuple(sizes))
+        specs = self._traces.specs.of((seen, numbers, offsets), lambda: _specs(seen, numbers, offsets))
+        return Storages(specs, tuple(memories), self._traces.sizes.of(sizes, lambda: tuple(sizes)))
+
+    def _look(self) -> Looks:
+        """Look at all tensors that were not yet seen, and put together what all look like."""
+        parts: list[Looks] = []
+        end = between = 0
+        for start, looks in [*self._seen, (len(self.tensors), None)]:
+            if start > end:
+                sight, some = _nth(self._traces.between, between), self.tensors[end:start]
+                parts.append(sight.recognise(some) or sight.look(some))
+                between += 1
+            if looks is not None:
+                parts.append(looks)
+                end = start + len(looks.looks)
+        # Places that there are no more.
+        del self._traces.together[len(self._seen) :], self._traces.between[between:]
+        return joined(parts)
 
     def _look_closely(self) -> None:
         """Look at each tensor, because something is not as it nearly always is.
@@ -213,18 +199,19 @@ class StorageTable:
         return blocks, block_of
 
 
-def _specs(
-    looks: list[_Look],
-    numbers: Sequence[int],
-    offsets: list[int] | None,
-    conjs: list[bool] | None,
-    negs: list[bool],
-) -> tuple[TensorSpec, ...]:
-    """Say of each tensor what it is; without offsets they are 0, without conjs False."""
-    if not looks:
+def _nth(sights: list[Sight], number: int) -> Sight:
+    if number == len(sights):
+        sights.append(Sight())
+    return sights[number]
+
+
+def _specs(seen: Looks, numbers: Sequence[int], offsets: list[int] | None) -> tuple[TensorSpec, ...]:
+    """Say of each tensor what it is; without offsets they are 0."""
+    if not seen.looks:
         return ()
-    forms = zip(*[look.form for look in looks], strict=True)
-    return tuple(map(TensorSpec, *forms, numbers, offsets or repeat(0), conjs or repeat(False), negs))
+    forms = zip(*[look.form for look in seen.looks], strict=True)
+    rest = numbers, offsets or repeat(0), seen.conjs or repeat(False), seen.negs
+    return tuple(map(TensorSpec, *forms, *rest))
 
 
 def _all_apart(addresses: list[int], held: list[int]) -> bool:
@@ -241,7 +228,7 @@ def _all_apart(addresses: list[int], held: list[int]) -> bool:
 def _shared(
     blocks: list[_Block],
     block_of: list[int],
-    looks: list[_Look],
+    looks: list[Look],
     places: list[int],
 ) -> tuple[list[tuple[int, int]], list[Memory], list[int]]:
     """Find out who shares memory: each tensor's storage and place in it, each storage's memory and size."""

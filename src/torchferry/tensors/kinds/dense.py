@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Annotated
 
@@ -49,10 +49,8 @@ def _describe(tensor: torch.Tensor, part: Part) -> Leaf:
     return Leaf(DENSE.name, (part(tensor),), None, grad_traits(tensor) or None)
 
 
-def describe_many(
-    tensors: Sequence[torch.Tensor], parts: Callable[[Sequence[torch.Tensor]], Sequence[int]]
-) -> list[Leaf]:
-    """Describe plain strided tensors, all at once."""
+def describe_many(tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> list[Leaf]:
+    """Describe plain strided tensors, all at once; the parts are their own numbers."""
     grads = [tensor.requires_grad for tensor in tensors]
     types = list(map(type, tensors))
     traits: Iterable[int | None] = repeat(None)
@@ -60,7 +58,7 @@ def describe_many(
         parameters = [each is not torch.Tensor for each in types]
         pairs = zip(grads, parameters, strict=True)
         traits = [_REQUIRES_GRAD * grad + _PARAMETER * parameter or None for grad, parameter in pairs]
-    return list(map(Leaf, repeat(DENSE.name), zip(parts(tensors)), repeat(None), traits))
+    return list(map(Leaf, repeat(DENSE.name), zip(parts), repeat(None), traits))
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
