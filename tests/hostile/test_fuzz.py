@@ -29,7 +29,7 @@ from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, prepare
 from torchferry.tensors.describe import describe_target
-from torchferry.tensors.fresh import Fresh
+from torchferry.tensors.fresh import Fresh, Layout
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.memory import run_of
 
@@ -61,7 +61,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         prepared = prepare(manifest, Site())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = Fresh(manifest)
+            fresh = Fresh(Layout(manifest))
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
             assemble_fresh(prepared, fresh, Site())

@@ -33,7 +33,7 @@ from torchferry.core.soundness import check
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
-VERSION = 3
+VERSION = 4
 _PREAMBLE = struct.Struct("<4sBQ")
 
 _SHOWN_BYTES = 1 << 12
@@ -83,6 +83,11 @@ class Known(NamedTuple):
 
     manifest: Manifest
     parts: dict[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """How long the parts are."""
+        return sum(map(len, self.parts.values()))
 
 
 _encoder = Encoder()
@@ -139,9 +144,13 @@ def show_form(value: Value) -> str:
     return show(unpack(value.data, _any_decoder))
 
 
-def encode(envelope: Envelope) -> bytes:
-    """Encode a manifest and its envelope as one frame."""
-    body = _encoder.encode(envelope)
+def encode(envelope: Envelope, known: Known | None = None) -> bytes:
+    """Encode a manifest and its envelope as one frame; `known`, if there is one, is of that manifest."""
+    letter: object = envelope
+    if known is not None:
+        parts = {name: Raw(part) for name, part in known.parts.items()}
+        letter = structs.replace(envelope, manifest=_Parts(envelope.manifest.root, **parts))
+    body = _encoder.encode(letter)
     return _PREAMBLE.pack(MAGIC, VERSION, xxh3_64_intdigest(body)) + body
 
 
@@ -150,9 +159,22 @@ def is_frame(data: bytes) -> bool:
     return data[: len(MAGIC)] == MAGIC
 
 
-def know(manifest: Manifest) -> Known:
-    """Pack the parts of a manifest that was made here, to know it again when it arrives."""
-    return Known(manifest, {name: _encoder.encode(getattr(manifest, name)) for name in _part_decoders})
+def know(manifest: Manifest, last: Known | None = None) -> Known:
+    """Pack the parts of a manifest that was made here, to know it again when it arrives.
+
+    If it is packed as the `last` one is, it is that one: equal would not do, for to Python 1 is True. Parts
+    that are the very objects of the last are not packed again.
+    """
+    parts: dict[str, bytes] = {}
+    for name in _part_decoders:
+        part = getattr(manifest, name)
+        if last is not None and part is getattr(last.manifest, name):
+            parts[name] = last.parts[name]
+        else:
+            parts[name] = _encoder.encode(part)
+    if last is not None and manifest.root == last.manifest.root and parts == last.parts:
+        return last
+    return Known(manifest, parts)
 
 
 def decode(data: bytes, known: Known | None = None) -> Envelope:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
-from torchferry.core.codec import Envelope, encode
+from torchferry.core.codec import Envelope, Known, encode
 from torchferry.core.extents import TooIntricate
 from torchferry.core.plan import (
     CHUNK_BYTES,
@@ -36,7 +37,7 @@ from torchferry.engine.threads import ThreadRunner
 from torchferry.errors import StateError, Unsendable
 from torchferry.links.base import Link
 from torchferry.tensors.describe import Description, describe
-from torchferry.tensors.memory import CPU, gather, run_of
+from torchferry.tensors.memory import CPU, gather, peek, run_of
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ class Push:
 class Cargo:
     """A state made ready for sending, shared by the lanes to all its receivers.
 
-    `routes` is empty if each of them is sent to. `digests` has one for each chunk, once it was read.
-    `changed` has the extents that were found to be changed while they were being sent.
+    `known` is the manifest, packed. `routes` is empty if each of them is sent to. `digests` has one for each
+    chunk, once it was read. `changed` has the extents that were found to be changed while they were being
+    sent.
     """
 
     source: Description
     plan: Plan
     envelope: Envelope
+    known: Known
     routes: dict[int, Route]
     verify: bool
     window_bytes: int
@@ -90,7 +93,7 @@ class Cargo:
 
     def frame(self, peer: int) -> bytes:
         """Encode the frame that one peer is sent."""
-        return encode(replace(self.envelope, route=self.routes.get(peer)))
+        return encode(replace(self.envelope, route=self.routes.get(peer)), self.known)
 
     def sends_to(self, peer: int) -> bool:
         """Say whether a peer gets the payload from here, and not from another receiver."""
@@ -134,7 +137,7 @@ class Cargo:
         """Hash a few bytes at both ends of a message, where they lie; nothing if they are gone."""
         ends = samples_of(self.plan.chunks[message.first].piece, self.plan.chunks[message.end - 1].piece)
         try:
-            return [digests(run_of(self.source.memories[e.storage], e), [e.run_bytes])[0] for e in ends]
+            return [xxh3_64_intdigest(peek(self.source.memories[end.storage], end)) for end in ends]
         except (RuntimeError, StateError):
             return []
 
@@ -197,7 +200,8 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         Unsendable: something in the state can't travel.
     """
     recall = group.recall("send")
-    source = describe(state, pickle=terms.pickle, traces=recall.traces)
+    described = describe(state, pickle=terms.pickle, traces=recall.traces)
+    source, known = recall.know(described)
     plan, chunk_bytes, relayed = _plan(source, terms, len(peers), recall)
     group.remember("send", recall)
     lanes = 1 if relayed else max(len(peers), 1)
@@ -215,6 +219,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
             pack_bytes=plan.pack_bytes,
             origin=terms.rank,
         ),
+        known,
         chain(terms.rank, peers) if relayed else {},
         terms.verify,
         max(terms.window_bytes // lanes, 1),

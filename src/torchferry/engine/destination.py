@@ -19,7 +19,7 @@ from torchferry.engine.recall import Recall
 from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
 from torchferry.tensors.assemble import Prepared, assemble_fresh, assemble_in_place, prepare
 from torchferry.tensors.describe import Description, describe_target
-from torchferry.tensors.fresh import Fresh
+from torchferry.tensors.fresh import Fresh, Layout
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.landing import Ground
 from torchferry.tensors.pages import HugePages
@@ -51,12 +51,13 @@ class Target:
         else:
             # What goes wrong here goes wrong again where it matters, if it does matter.
             with suppress(Exception):
-                self._work_ahead(self._description.manifest)
+                self._work_ahead(self._description)
 
-    def _work_ahead(self, manifest: Manifest) -> None:
-        self.known = know(manifest)
+    def _work_ahead(self, described: Description) -> None:
+        self._description, self.known = self._recall.know(described)
+        manifest = self._description.manifest
         self._plan = self._recall.plan(manifest)
-        self._prepared = prepare(manifest, self.site)
+        self._prepared = self._recall.prepare(manifest, self.site)
 
     def prepare(self, manifest: Manifest) -> Prepared:
         """Check that what arrives can be built here, and decode all that is not payload.
@@ -64,7 +65,9 @@ class Target:
         Raises:
             PeerError: it can't.
         """
-        return self._prepared if self._knows(manifest) and self._prepared else prepare(manifest, self.site)
+        if self._knows(manifest) and self._prepared is not None:
+            return self._prepared
+        return self._recall.prepare(manifest, self.site)
 
     def plan(self, envelope: Envelope) -> Plan:
         """Give the plan of what arrives.
@@ -77,6 +80,10 @@ class Target:
         if self._knows(envelope.manifest) and self._plan and self._plan.sizes == sizes:
             return self._plan
         return self._recall.plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
+
+    def layout(self, manifest: Manifest) -> Layout:
+        """Give what memory it takes that arrives fresh."""
+        return self._recall.layout(manifest)
 
     def know(self, manifest: Manifest) -> None:
         """Know what arrived again the next time, unless a local state says what is to be expected."""
@@ -127,7 +134,7 @@ def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool)
     site, local = target.site, target.description()
     if local is None:
         prepared = target.prepare(manifest)
-        fresh = Fresh(manifest, HugePages(time.perf_counter))
+        fresh = Fresh(target.layout(manifest), HugePages(time.perf_counter))
         # What goes straight where it belongs. The rest is made when it is there.
         fresh.set_aside(plan.unpacked_storages())
         return Destination(

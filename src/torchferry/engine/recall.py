@@ -1,17 +1,23 @@
 """What was worked out for one transfer, and need not be again if the next is of a state described alike.
 
 Weights go to an inference engine step after step, and a job whose workers fail sends the same state many
-times: the bytes change, and what describes them does not. So what follows from a description alone is kept
-from one transfer to the next. It is used again only if all that it follows from is equal, and nothing of the
-state itself is in it: no tensor, no memory, no value that a receiver could be given twice.
+times: the bytes change, and what describes them does not. So a description, and what follows from it alone,
+is kept from one transfer to the next. It is used again only if all that it follows from is equal, and no
+tensor and no memory is in it, and values only as they travel: no receiver is given the same one twice.
 """
 
 from __future__ import annotations
 
-from torchferry.core.codec import Known
+from dataclasses import replace
+
+from torchferry.core.codec import Known, know
 from torchferry.core.last import Last
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, Plan, make_plan
+from torchferry.tensors.assemble import Prepared, prepare
+from torchferry.tensors.describe import Description
+from torchferry.tensors.fresh import Layout
+from torchferry.tensors.kinds import Site
 from torchferry.tensors.storages import Traces
 
 MOST_ITEMS = 1 << 15
@@ -31,14 +37,44 @@ class Recall:
     def __init__(self) -> None:
         self.traces = Traces()
         self.arrived: Known | None = None
+        self._known: Known | None = None
+        self._prepared: Prepared | None = None
+        self._layout: Layout | None = None
         self._plan: Last[Plan] = Last()
         self._items = 0
 
     @property
     def is_worth_keeping(self) -> bool:
         """Whether it takes little memory."""
-        # The plan may be of what arrived, and the traces of a local state, which has more in it.
-        return max(self._items, len(self.traces.specs.answer or ())) <= MOST_ITEMS
+        # The plan may be of what arrived, and the rest of a local state, which has more in it.
+        items = max(self._items, len(self.traces.specs.answer or ()))
+        return items <= MOST_ITEMS and (self._known is None or self._known.nbytes <= MOST_FRAME_BYTES)
+
+    def know(self, described: Description) -> tuple[Description, Known]:
+        """Pack the manifest of what was described with `traces`; it is the last one's, if it is the same."""
+        self._known = know(described.manifest, self._known)
+        if self._known.manifest is not described.manifest:
+            described = replace(described, manifest=self._known.manifest)
+        return described, self._known
+
+    def prepare(self, manifest: Manifest, site: Site) -> Prepared:
+        """Prepare a manifest for being built, as `prepare` does, unless that was done for the last one.
+
+        Raises:
+            PeerError: it can't be built here.
+        """
+        if self._prepared is None or self._prepared.manifest is not manifest:
+            prepared = prepare(manifest, site)
+            # Values are whoever's who gets them, and are made anew each time.
+            self._prepared = None if prepared.values else prepared
+            return prepared
+        return self._prepared
+
+    def layout(self, manifest: Manifest) -> Layout:
+        """Give the layout of a manifest that arrives fresh: the last one's, if it is that."""
+        if self._layout is None or self._layout.manifest is not manifest:
+            self._layout = Layout(manifest)
+        return self._layout
 
     def plan(
         self,

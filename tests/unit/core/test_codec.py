@@ -194,6 +194,24 @@ class TestWhatIsKnown:
         with pytest.raises(BadManifest):
             decode(frame_of(other), know(STATE))
 
+    def test_is_encoded_as_if_it_were_not(self) -> None:
+        envelope = Envelope(STATE, 1 << 20, 7, 3, b"n" * 16, digests=(1, 2), origin=4)
+        assert encode(envelope, know(STATE)) == encode(envelope)
+
+    def test_is_the_last_if_it_is_packed_alike(self) -> None:
+        last = know(STATE)
+        same = Manifest(STATE.root, STATE.branches, (*STATE.leaves,), (replace(TENSOR),), (56,))
+        assert know(same, last) is last
+        assert know(replace(STATE, root=-2), last).manifest.root == -2
+
+    @pytest.mark.parametrize("value", [True, 1.0, "1"])
+    def test_is_not_the_last_if_it_is_only_equal(self, value: bool | float | str) -> None:
+        last = know(replace(STATE, leaves=(STATE.leaves[0], Leaf("value", traits=1))))
+        now = replace(STATE, leaves=(STATE.leaves[0], Leaf("value", traits=value)))
+        assert know(now, last).manifest is now
+        arrived = decode(encode(Envelope(now, 1 << 20), know(now, last))).manifest.leaves[1].traits
+        assert (type(arrived), arrived) == (type(value), value)
+
     def test_and_held_to_its_types(self) -> None:
         parts = [STATE.root, list(STATE.branches), ["no leaf"], list(STATE.tensors), list(STATE.storages)]
         body = pack([parts, 1 << 20])

@@ -61,6 +61,10 @@ def test_what_arrives_again_is_recognised_and_not_decoded(groups: tuple[Group, G
     assert groups[1]._recalls["receive"].arrived is known
 
 
+def as_it_is(one: dict[str, Any]) -> dict[str, Any]:
+    return one
+
+
 def tied(one: dict[str, Any]) -> dict[str, Any]:
     return {**one, "layer 1": one["layer 0"]}
 
@@ -98,11 +102,46 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def test_a_state_that_differs_in_anything_arrives_as_it_is(
     groups: tuple[Group, Group], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    for fill, make in enumerate([lambda one: one, change, lambda one: one, change]):
+    # By turns, and each three times: what was seen twice is recognised the third time.
+    for fill, make in enumerate([as_it_is, change] * 2 + [as_it_is] * 3 + [change] * 3 + [as_it_is]):
         sent = make(state(fill))
         assert_same(ferry(sent, groups=groups).state, make(state(fill)))
         if not any(tensor.requires_grad for tensor in sent.values() if isinstance(tensor, torch.Tensor)):
             assert_same(ferry(sent, into=make(state(-1.0)), groups=groups).state, make(state(fill)))
+
+
+ALIKE_TO_PYTHON: dict[str, list[object]] = {
+    "values": [1, True, 1.0, 1 + 0j],
+    "zeros": [0.0, -0.0, 0, False],
+    "in a list": [[1], [True], [1.0]],
+    "in a set": [{1}, {True}, {1.0}],
+    "keys": [{1: 2}, {True: 2}, {1.0: 2}],
+    "deep keys": [{(1, 0.0): 2}, {(True, 0.0): 2}, {(1, -0.0): 2}],
+    "namedtuple and tuple": [torch.Size([1, 2]), (1, 2)],
+    "strings": ["1", b"1"],
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
+@pytest.mark.parametrize("alike", ALIKE_TO_PYTHON.values(), ids=ALIKE_TO_PYTHON)
+def test_what_python_calls_equal_is_not_taken_for_the_same(
+    groups: tuple[Group, Group], alike: list[object], in_place: bool
+) -> None:
+    for value in (value for value in [*alike, *alike] for _ in range(3)):
+        into = {**state(-1.0), "value": value} if in_place else None
+        arrived = ferry({**state(), "value": value}, into=into, groups=groups).state["value"]
+        assert repr(arrived) == repr(value)
+        assert type(arrived) is type(value)
+
+
+def test_what_is_left_of_long_metadata_is_not_kept_by_the_sender(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall, "MOST_FRAME_BYTES", 10_000)
+    ferry(state(), groups=groups)
+    assert groups[0]._recalls
+    ferry({**state(), "long": b"1" * 10_000}, groups=groups)
+    assert not groups[0]._recalls
 
 
 def test_values_are_made_anew_for_every_arrival(groups: tuple[Group, Group]) -> None:
