@@ -21,7 +21,7 @@ from torchferry.tensors.kinds import Site
 from torchferry.tensors.storages import Traces
 
 MOST_ITEMS = 1 << 15
-"""So many tensors and chunks are kept, some ten megabytes of them."""
+"""So many tensors and chunks are kept, some fifteen megabytes of them."""
 
 MOST_FRAME_BYTES = 4 << 20
 """Nothing is kept of longer metadata: values may be in it, of any size, and decoded it is several times as

@@ -30,33 +30,56 @@ from torchferry.tensors.sendable import check_dense
 class Traces:
     """What was worked out for the last state that was described, in terms that hold for any state like it.
 
-    Sights are of tensors that were entered together, and of those in between. `apart` follows from where the
-    storages lie, and `specs` from that and what was seen. No tensor is kept alive by it.
+    Sights are of tensors that were entered together, and of those in between. `apart` and `sharing` follow
+    from where the storages lie, and `specs` from that and what was seen. No tensor is kept alive by it.
     """
 
     def __init__(self) -> None:
         self.together: list[Sight] = []
         self.between: list[Sight] = []
         self.apart: Last[bool] = Last()
+        self.sharing: Last[Sharing] = Last()
         self.specs: Last[tuple[TensorSpec, ...]] = Last()
         self.sizes: Last[tuple[int, ...]] = Last()
 
 
 class _Block(Struct, frozen=True, gc=False):
-    """One torch storage as it lies in memory."""
+    """One torch storage as it lies in memory, and the first tensor that has it."""
 
     address: int
     nbytes: int
-    device: torch.device
-    storage: torch.UntypedStorage
+    on_cpu: bool
+    first: int
+
+
+class _Place(Struct, frozen=True, gc=False):
+    """Memory that tensors lie in: the torch storage of a tensor, or else so many bytes from an address on."""
+
+    tensor: int | None
+    address: int = 0
+    nbytes: int = 0
 
 
 class _Home(Struct, frozen=True, gc=False):
-    """Where a block lies: `shift` bytes into memory that may be cut at multiples of `unit`."""
+    """Where a block lies: `shift` bytes into a place that may be cut at multiples of `unit`."""
 
-    memory: Memory
+    place: int
     shift: int
     unit: int
+
+
+class Sharing(Struct, frozen=True):
+    """Who shares memory with whom.
+
+    Each tensor's storage and where it begins in it; each storage's size, and of its bytes, in which place
+    they lie and where they begin.
+    """
+
+    numbers: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    places: list[_Place]
+    bases: list[int]
 
 
 class Storages(Struct, frozen=True):
@@ -151,9 +174,13 @@ class StorageTable:
             memories: list[Memory] = list(map(Memory, storages, places, devices))
             sizes = spans
         else:
-            blocks, block_of = self._blocks(storages, held)
-            found, memories, sizes = _shared(blocks, block_of, looks, places)
-            numbers, offsets = [number for number, _ in found], [offset for _, offset in found]
+            owners = [storage._cdata for storage in storages]
+            sharing = self._traces.sharing.of(
+                (owners, addresses, held, seen.on_cpu, looks, places),
+                lambda: _shared(*_blocks(owners, addresses, held, seen.on_cpu), looks, places),
+            )
+            numbers, offsets, sizes = sharing.numbers, sharing.offsets, sharing.sizes
+            memories = [self._memory(*each) for each in zip(sharing.places, sharing.bases, strict=True)]
         specs = self._traces.specs.of((seen, numbers, offsets), lambda: _specs(seen, numbers, offsets))
         return Storages(specs, tuple(memories), self._traces.sizes.of(sizes, lambda: tuple(sizes)))
 
@@ -182,21 +209,11 @@ class StorageTable:
         for tensor in self.tensors:
             check_dense(tensor)
 
-    def _blocks(
-        self, storages: list[torch.UntypedStorage], held: list[int]
-    ) -> tuple[list[_Block], list[int]]:
-        """List the torch storages, each once, and for each tensor which one is its own."""
-        blocks: list[_Block] = []
-        known: dict[int, int] = {}
-        block_of: list[int] = []
-        for tensor, storage, nbytes in zip(self.tensors, storages, held, strict=True):
-            block = known.setdefault(storage._cdata, len(blocks))
-            if block == len(blocks):
-                blocks.append(
-                    _Block(storage.data_ptr(), nbytes, CPU if tensor.is_cpu else tensor.device, storage)
-                )
-            block_of.append(block)
-        return blocks, block_of
+    def _memory(self, place: _Place, base: int) -> Memory:
+        if place.tensor is None:
+            return memory_at(place.address, place.nbytes).at(base)
+        tensor = self.tensors[place.tensor]
+        return Memory(tensor.untyped_storage(), base, CPU if tensor.is_cpu else tensor.device)
 
 
 def _nth(sights: list[Sight], number: int) -> Sight:
@@ -225,69 +242,81 @@ def _all_apart(addresses: list[int], held: list[int]) -> bool:
     return all(map(le, map(add, starts, map(size_at.__getitem__, starts)), starts[1:]))
 
 
-def _shared(
-    blocks: list[_Block],
-    block_of: list[int],
-    looks: list[Look],
-    places: list[int],
-) -> tuple[list[tuple[int, int]], list[Memory], list[int]]:
-    """Find out who shares memory: each tensor's storage and place in it, each storage's memory and size."""
-    homes = _homes(blocks, block_of, [look.form[1] for look in looks])
+def _blocks(
+    owners: list[int], addresses: list[int], held: list[int], on_cpu: list[bool]
+) -> tuple[list[_Block], list[int]]:
+    """List the torch storages, each once, and for each tensor which one is its own."""
+    blocks: list[_Block] = []
+    known: dict[int, int] = {}
+    block_of: list[int] = []
+    for tensor, owner in enumerate(owners):
+        block = known.setdefault(owner, len(blocks))
+        if block == len(blocks):
+            blocks.append(_Block(addresses[tensor], held[tensor], on_cpu[tensor], tensor))
+        block_of.append(block)
+    return blocks, block_of
+
+
+def _shared(blocks: list[_Block], block_of: list[int], looks: list[Look], starts: list[int]) -> Sharing:
+    """Find out who shares memory. Each tensor starts somewhere in its block."""
+    homes, places = _homes(blocks, block_of, [look.form[1] for look in looks])
     numbers: dict[int, int] = {}
-    memories: list[Memory] = []
     units: list[int] = []
     lows: list[int] = []
     highs: list[int] = []
     found: list[tuple[int, int]] = []
-    for block, look, place in zip(block_of, looks, places, strict=True):
+    for block, look, start in zip(block_of, looks, starts, strict=True):
         home = homes[block]
-        number = numbers.setdefault(id(home.memory), len(memories))
-        start = place + home.shift if look.span else _NOWHERE
-        if number == len(memories):
-            memories.append(home.memory)
+        number = numbers.setdefault(home.place, len(units))
+        at = start + home.shift if look.span else _NOWHERE
+        if number == len(units):
             units.append(home.unit)
-            lows.append(start)
+            lows.append(at)
             highs.append(0)
         if look.span:
-            lows[number] = min(lows[number], start)
-            highs[number] = max(highs[number], start + look.span)
-        found.append((number, start))
+            lows[number] = min(lows[number], at)
+            highs[number] = max(highs[number], at + look.span)
+        found.append((number, at))
     bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
-    return (
-        [(number, start - bases[number] if start < _NOWHERE else 0) for number, start in found],
-        [memory.at(base) for memory, base in zip(memories, bases, strict=True)],
+    return Sharing(
+        [number for number, _ in found],
+        [at - bases[number] if at < _NOWHERE else 0 for number, at in found],
         [max(high - base, 0) for high, base in zip(highs, bases, strict=True)],
+        [places[place] for place in numbers],
+        bases,
     )
 
 
 _NOWHERE = 1 << 64
 
 
-def _homes(blocks: list[_Block], block_of: list[int], itemsizes: list[int]) -> list[_Home]:
-    """Find a home for each block: the same for blocks in the same memory."""
+def _homes(
+    blocks: list[_Block], block_of: list[int], itemsizes: list[int]
+) -> tuple[list[_Home], list[_Place]]:
+    """Find a home for each block: in the same place for blocks in the same memory."""
     widest = [1] * len(blocks)
     for number, itemsize in zip(block_of, itemsizes, strict=True):
         widest[number] = max(widest[number], itemsize)
-    homes = [
-        _Home(Memory(block.storage, 0, block.device), 0, unit)
-        for block, unit in zip(blocks, widest, strict=True)
-    ]
+    places = [_Place(block.first) for block in blocks]
+    homes = [_Home(number, 0, unit) for number, unit in enumerate(widest)]
     cluster: list[int] = []
     end = 0
     for number in sorted(range(len(blocks)), key=lambda n: blocks[n].address):
         block = blocks[number]
-        if not block.nbytes or block.device.type != "cpu":
+        if not block.nbytes or not block.on_cpu:
             continue
         if block.address >= end:
-            _share(blocks, widest, cluster, homes)
+            _share(blocks, widest, cluster, homes, places)
             cluster = []
         cluster.append(number)
         end = max(end, block.address + block.nbytes)
-    _share(blocks, widest, cluster, homes)
-    return homes
+    _share(blocks, widest, cluster, homes, places)
+    return homes, places
 
 
-def _share(blocks: list[_Block], widest: list[int], cluster: list[int], homes: list[_Home]) -> None:
+def _share(
+    blocks: list[_Block], widest: list[int], cluster: list[int], homes: list[_Home], places: list[_Place]
+) -> None:
     """Give blocks that overlap, in order of address, one home: or as few as their items allow."""
     while len(cluster) > 1:
         # Items must lie at multiples of their size from the storage's start, or no tensor could see them. So
@@ -301,6 +330,7 @@ def _share(blocks: list[_Block], widest: list[int], cluster: list[int], homes: l
         first = blocks[group[0]].address
         start = first - (first - astray) % ITEM_BYTES
         # What lies before the first block is only counted from, and never read or written.
-        memory = memory_at(start, max(blocks[n].address + blocks[n].nbytes for n in group) - start)
+        end = max(blocks[n].address + blocks[n].nbytes for n in group)
+        places.append(_Place(None, start, end - start))
         for number in group:
-            homes[number] = _Home(memory, blocks[number].address - start, ITEM_BYTES)
+            homes[number] = _Home(len(places) - 1, blocks[number].address - start, ITEM_BYTES)
