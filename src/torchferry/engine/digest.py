@@ -12,11 +12,17 @@ from collections.abc import Iterable
 import torch
 from xxhash import xxh3_64_intdigest
 
+from torchferry.tensors.memory import check_held
+
 
 def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
-    """Hash the pieces of a flat buffer, of the given sizes, that follow one another."""
+    """Hash the pieces of a flat buffer, of the given sizes, that follow one another.
+
+    Raises:
+        StateError: its memory is gone.
+    """
     host = buffer.cpu()
-    whole = _view(host)
+    whole = _view(host, host.nbytes)
     found: list[int] = []
     start = 0
     for size in sizes:
@@ -26,16 +32,20 @@ def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
 
 
 def head(buffer: torch.Tensor, nbytes: int) -> bytes:
-    """Give the first bytes of a flat buffer, or all if there are fewer."""
-    if buffer.is_cpu:
-        # A slice would take torch longer than all the rest.
-        nbytes = min(nbytes, buffer.nbytes)
-        return ctypes.string_at(buffer.data_ptr(), nbytes) if nbytes else b""
-    return bytes(_view(buffer[:nbytes].cpu()))
+    """Give the first bytes of a flat buffer, or all if there are fewer.
+
+    Raises:
+        StateError: its memory is gone.
+    """
+    # On the CPU without a slice, which would take torch longer than all the rest.
+    host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
+    return bytes(_view(host, min(nbytes, host.nbytes)))
 
 
-def _view(host: torch.Tensor) -> memoryview:
-    """See a buffer's memory, which lives only as long as the buffer does."""
-    if not host.nbytes:
+def _view(host: torch.Tensor, nbytes: int) -> memoryview:
+    """See the first bytes of a buffer's memory, which lives only as long as the buffer does."""
+    end = int(host.storage_offset()) * host.itemsize + host.nbytes
+    check_held(host.untyped_storage(), end)
+    if not nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
+    return memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr()))

@@ -3,7 +3,8 @@
 Weights go to an inference engine step after step, and a job whose workers fail sends the same state many
 times: the bytes change, and what describes them does not. So a description, and what follows from it alone,
 is kept from one transfer to the next. It is used again only if all that it follows from is equal, and no
-tensor and no memory is in it, and values only as they travel: no receiver is given the same one twice.
+tensor and no memory is in it, and values only as they travel: no receiver is given one that another has, but
+for keys, which can't be changed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torchferry.tensors.fresh import Layout
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.storages import Traces
 
-MOST_ITEMS = 1 << 15
-"""So many tensors and chunks are kept, some fifteen megabytes of them."""
+MOST_ITEMS = 1 << 16
+"""So many tensors, chunks, leaves, containers and keys are kept, some fifteen megabytes of them."""
 
-MOST_FRAME_BYTES = 4 << 20
-"""Nothing is kept of longer metadata: values may be in it, of any size, and decoded it is several times as
-long."""
+MOST_FRAME_BYTES = 2 << 20
+"""Nothing is kept of longer metadata: values may be in it, of any size, and what is kept of them is several
+times as long."""
 
 
 class Recall:
@@ -47,8 +48,10 @@ class Recall:
     def is_worth_keeping(self) -> bool:
         """Whether it takes little memory."""
         # The plan may be of what arrived, and the rest of a local state, which has more in it.
-        items = max(self._items, len(self.traces.specs.answer or ()))
-        return items <= MOST_ITEMS and (self._known is None or self._known.nbytes <= MOST_FRAME_BYTES)
+        if self._known is None:
+            return self._items <= MOST_ITEMS
+        items = max(self._items, _count(self._known.manifest))
+        return items <= MOST_ITEMS and self._known.nbytes <= MOST_FRAME_BYTES
 
     def know(self, described: Description) -> tuple[Description, Known]:
         """Pack the manifest of what was described with `traces`; it is the last one's, if it is the same."""
@@ -93,5 +96,10 @@ class Recall:
             (manifest.tensors, chunk_bytes, pack_bytes, pack_from),
             lambda: make_plan(manifest, chunk_bytes, pack_bytes, pack_from),
         )
-        self._items = len(manifest.tensors) + len(plan.chunks)
+        self._items = _count(manifest) + len(plan.chunks)
         return plan
+
+
+def _count(manifest: Manifest) -> int:
+    keys = sum(len(branch.keys or ()) for branch in manifest.branches)
+    return len(manifest.tensors) + len(manifest.leaves) + len(manifest.branches) + keys

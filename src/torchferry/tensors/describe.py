@@ -19,7 +19,7 @@ from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
-from torchferry.tensors.looks import Looks, OddTensor, Sight
+from torchferry.tensors.looks import PLAIN, Looks, OddTensor, Sight
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import StorageTable, Traces
 from torchferry.tensors.values import to_wire
@@ -115,8 +115,6 @@ def _describe(state: object, otherwise: _Otherwise, traces: Traces | None) -> De
         return _Describer(otherwise, traces, careful=True).run(state)
 
 
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-
 _MANY = 16
 """So many tensors side by side are described at once."""
 
@@ -146,7 +144,7 @@ def _key_to_wire(key: object) -> Value:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    return _TENSORS.issuperset(map(type, values)) and {value.layout for value in values} == {torch.strided}
+    return PLAIN.issuperset(map(type, values)) and {value.layout for value in values} == {torch.strided}
 
 
 def _look_at(tensors: Sequence[torch.Tensor], sight: Sight) -> Looks:
@@ -190,7 +188,7 @@ class _Describer:
     def _walk(self, value: object, path: tuple[object, ...]) -> int:
         """Describe a value that is perhaps a container; the path is its own."""
         try:
-            opened = open_branch(value)
+            opened = None if type(value) in PLAIN else open_branch(value)
             if opened is None:
                 return self._leaf(value)
             keys = None if opened.keys is None else _keys_to_wire(opened.keys)

@@ -2,7 +2,9 @@
 
 To ask torch takes longer than anything else there is to describing: a dozen calls for each tensor. Of a state
 that was described before, one is enough for all of them: whether they look as they did. Torch has such a
-question, made for its compiler, which asks it before every compiled call.
+question, made for its compiler, which asks it before every compiled call. It is none of torch's promises, and
+where it goes wrong it ends the process; so it is only asked in versions in which it was tried, of plain
+tensors, and after a look at the one thing that is known to go wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ from torchferry.tensors.memory import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
 """The name of each dtype whose tensors are their bytes and nothing more."""
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types of nearly all tensors. Others may have Python code behind their shapes and strides."""
+
+_TRIED = ("2.13.",)
+"""The versions of torch in which many tensors are asked at once."""
 
 
 class OddTensor(Exception):
@@ -86,12 +95,14 @@ class Sight:
         If they do, they are as many, of the same types, and require the same gradients, too, and none is
         among them twice.
         """
-        if self._guards is None:
+        if self._guards is None or _bits_are_hidden():
             return None
         try:
-            return self._looks if self._guards.check(*tensors) else None
-        except TypeError:
-            # More, or fewer.
+            # Nested tensors have no strides, and the check would end the process for it.
+            is_nested = True in [tensor.is_nested for tensor in tensors]  # type: ignore[attr-defined]
+            return self._looks if not is_nested and self._guards.check(*tensors) else None
+        except (AttributeError, TypeError):
+            # No tensors, or more, or fewer.
             return None
 
     def look(self, tensors: Sequence[torch.Tensor]) -> Looks:
@@ -123,8 +134,10 @@ class Sight:
 
 
 def _guards(tensors: Sequence[torch.Tensor], shapes: list[torch.Size], strides: list[tuple[int, ...]]) -> Any:
-    """Note what tensors look like in torch's own way; None if this torch can't be asked like that."""
-    return _make_guards(tensors, shapes, strides) if _are_sound() else None
+    """Note what tensors look like in torch's own way; None if they or this torch can't be asked like that."""
+    if not PLAIN.issuperset(map(type, tensors)) or _bits_are_hidden() or not _are_sound():
+        return None
+    return _make_guards(tensors, shapes, strides)
 
 
 def _make_guards(
@@ -138,11 +151,16 @@ def _make_guards(
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=steps)
 
 
+def _bits_are_hidden() -> bool:
+    """Say whether torch is told, by this thread, not to see that tensors are conjugated or turned round."""
+    return any(map(torch._C._dispatch_tls_is_dispatch_key_excluded, ("Conjugate", "Negative")))
+
+
 @cache
 def _are_sound() -> bool:
-    """Try once whether torch tells apart what must be told apart: it is no part of its promises."""
+    """Try once whether torch tells apart what must be told apart."""
     try:
-        return _tells_apart()
+        return torch.__version__.startswith(_TRIED) and _tells_apart()
     except Exception:
         return False
 

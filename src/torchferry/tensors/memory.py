@@ -170,7 +170,7 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     Raises:
         StateError: they are not there any more.
     """
-    _check_held(memory, piece)
+    check_held(memory.storage, memory.base + piece.end)
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
@@ -182,7 +182,7 @@ def peek(memory: Memory, piece: Extent) -> bytes:
     """
     if memory.device is not CPU:
         return bytes(run_of(memory, piece).tolist())
-    _check_held(memory, piece)
+    check_held(memory.storage, memory.base + piece.end)
     return ctypes.string_at(memory.storage.data_ptr() + memory.base + piece.offset, piece.run_bytes)
 
 
@@ -264,7 +264,7 @@ def _pattern(memory: Memory, piece: Extent, buffer: torch.Tensor) -> torch.Tenso
     Raises:
         StateError: the piece is not there any more.
     """
-    _check_held(memory, piece)
+    check_held(memory.storage, memory.base + piece.end)
     steps = [step for _, step in piece.repeats]
     word = gcd(8, memory.base + piece.offset, int(buffer.storage_offset()), piece.run_bytes, *steps)
     shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
@@ -272,13 +272,16 @@ def _pattern(memory: Memory, piece: Extent, buffer: torch.Tensor) -> torch.Tenso
     return strided(memory, _WORDS[word], piece.offset, shape, stride)
 
 
-def _check_held(memory: Memory, piece: Extent) -> None:
-    """Check that a storage was not freed since it was described: torch would quietly give it new memory."""
-    end = memory.base + piece.end
-    if end > memory.storage.nbytes():
+def check_held(storage: torch.UntypedStorage, end: int) -> None:
+    """Check that a storage has so many bytes, and was not freed: torch would quietly give it new memory.
+
+    Raises:
+        StateError: it has not.
+    """
+    if end > storage.nbytes():
         raise StateError(
             f"the memory of a tensor was freed during the transfer: its storage holds "
-            f"{memory.storage.nbytes()} bytes of the {end} that are used"
+            f"{storage.nbytes()} bytes of the {end} that are used"
         )
 
 

@@ -171,6 +171,42 @@ def test_memory_that_was_freed_meanwhile_is_found_though_the_description_is_the_
         ferry(sent, groups=groups)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("count", [1, COUNT], ids=["one", "many"])
+def test_a_nested_tensor_where_plain_ones_were_is_refused_and_ends_nothing(
+    groups: tuple[Group, Group], count: int
+) -> None:
+    sent = {f"layer {n}": torch.ones(2) for n in range(count)}
+    for _ in range(3):
+        ferry(sent, into=dict(sent), groups=groups)
+    nested = {**sent, "layer 0": torch.nested.nested_tensor([torch.ones(2)])}
+    with pytest.raises(Unsendable, match="nested"):
+        ferry(nested, groups=groups)
+    for _ in range(3):
+        ferry(sent, into=dict(sent), groups=groups)
+    with pytest.raises(StateMismatch, match="layer 0"):
+        ferry(sent, into=nested, groups=groups)
+
+
+LARGE: dict[str, Callable[[], dict[object, object]]] = {
+    "containers": lambda: {"a": [{} for _ in range(1000)]},
+    "keys": lambda: dict.fromkeys(range(1000), 0),
+    "values": lambda: {"a": list(range(1000))},
+    "bytes": lambda: {"a": b"0" * 3_000_000},
+}
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
+def test_what_takes_much_memory_without_tensors_is_not_kept(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch, large: Callable[[], dict[object, object]]
+) -> None:
+    monkeypatch.setattr(recall, "MOST_ITEMS", 1000)
+    for into in (None, large()):
+        ferry(large(), into=into, groups=groups)
+        assert not groups[0]._recalls
+        assert not groups[1]._recalls
+
+
 def test_what_takes_much_memory_is_not_kept(
     groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,51 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
 
 
+class Freeing:
+    """A link after whose first large message some tensor's memory is freed, as sharded training does."""
+
+    def __init__(self, link: Any, tensor: torch.Tensor) -> None:
+        self._link = link
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        return self._freeing(self._link.recv(buffer, peer, tag), buffer)
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        return self._freeing(self._link.send(buffer, peer, tag), buffer)
+
+    def _freeing(self, pending: Any, buffer: torch.Tensor) -> Any:
+        storage = self._tensor.untyped_storage()
+        if buffer.untyped_storage().data_ptr() != storage.data_ptr():
+            return pending
+
+        class Pending:
+            def wait(self, timeout_s: float) -> None:
+                pending.wait(timeout_s)
+                storage.resize_(0)
+
+        return Pending()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("nbytes", [1000, 48_000_000])
+def test_memory_that_is_freed_once_its_bytes_have_come_is_not_read(nbytes: int, verify: bool) -> None:
+    local = torch.zeros(nbytes, dtype=torch.uint8)
+    network = sent({"a": torch.ones(nbytes, dtype=torch.uint8)}, verify=verify)
+    terms = Pull(5, MAX_METADATA_BYTES, target=lambda: {"a": local}, verify=verify)
+    with pytest.raises(TargetTorn, match="freed during the transfer"):
+        pull(Freeing(network.link(1), local), 0, terms)
+
+
+def test_memory_that_is_freed_once_it_was_sent_is_not_read() -> None:
+    state = torch.ones(48_000_000, dtype=torch.uint8)
+    with pytest.raises(StateError, match="freed during the transfer"):
+        push(Freeing(MemoryNetwork().link(0), state), [1], {"a": state}, Push(5, MAX_METADATA_BYTES))
+
+
 def test_another_transfer_s_seal_is_not_taken_for_one_s_own() -> None:
     network = MemoryNetwork()
     link = network.link(0)

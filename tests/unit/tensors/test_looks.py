@@ -116,6 +116,56 @@ def test_what_is_no_tensor_or_not_as_many_is_not_recognised(values: list[object]
     assert sight.recognise(values) is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_not_recognised_and_ends_nothing(layout: torch.layout) -> None:
+    sight = Sight()
+    for _ in range(3):
+        seen(sight, [torch.ones(2), torch.ones(3)])
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    assert sight.recognise([torch.ones(2), nested]) is None
+    assert sight.recognise([nested, torch.ones(3)]) is None
+
+
+class Subclass(torch.Tensor):
+    """Not plain: there may be Python code behind its strides."""
+
+
+def test_what_is_not_plain_is_never_asked_at_once() -> None:
+    sight = Sight()
+    for _ in range(4):
+        tensors = [torch.ones(2), torch.ones(3).as_subclass(Subclass)]
+        assert sight.recognise(tensors) is None
+        assert sight.look(tensors) == Sight().look(tensors)
+
+
+@pytest.mark.parametrize("key", ["Conjugate", "Negative"])
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_bits_are_seen_even_where_torch_is_told_not_to_see_them(key: str, from_the_start: bool) -> None:
+    assert looks._are_sound()
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    make = torch.conj if key == "Conjugate" else torch._neg_view
+    plain = torch.ones(2, dtype=torch.complex64)
+    odd = make(plain)
+    sight = Sight()
+    if not from_the_start:
+        for _ in range(3):
+            seen(sight, [plain])
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        for _ in range(3):
+            assert seen(sight, [plain]) == Sight().look([plain])
+        assert seen(sight, [odd]) == Sight().look([odd]) != Sight().look([plain])
+
+
+def test_a_version_that_was_not_tried_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    looks._are_sound.cache_clear()
+    try:
+        assert not looks._are_sound()
+    finally:
+        looks._are_sound.cache_clear()
+
+
 def test_leaves_are_not_kept_from_what_looked_otherwise() -> None:
     sight = Sight()
     for _ in range(3):
