@@ -21,10 +21,11 @@ from torchferry.tensors.fresh import Layout
 from torchferry.tensors.kinds import Site
 from torchferry.tensors.storages import Traces
 
-MOST_ITEMS = 1 << 16
-"""So many tensors, chunks, leaves, containers and keys are kept, some fifteen megabytes of them."""
+MOST_ITEMS = 1 << 19
+"""So many tensors, chunks, leaves, containers and keys are kept: four for most tensors, which take a kilobyte
+together, about as much as torch itself has beside a tensor's bytes."""
 
-MOST_FRAME_BYTES = 2 << 20
+MOST_FRAME_BYTES = 8 << 20
 """Nothing is kept of longer metadata: values may be in it, of any size, and what is kept of them is several
 times as long."""
 

@@ -225,8 +225,9 @@ class _Describer:
         if len(set(ids)) < len(ids) or not self._known.keys().isdisjoint(ids):
             return None
         numbers = range(len(self._leaves), len(self._leaves) + len(values))
-        entered = self._storages.enter_many(values, looks or _look_at(values, sight))
-        self._leaves += sight.leaves.of(entered, lambda: describe_many(values, entered))
+        looks = looks or _look_at(values, sight)
+        entered = self._storages.enter_many(values, looks)
+        self._leaves += sight.leaves.of(entered, lambda: describe_many(values, looks.grads, entered))
         self._values += values
         self._known.update(zip(ids, numbers, strict=True))
         return numbers

@@ -49,6 +49,7 @@ class Looks(Struct, frozen=True):
 
     looks: list[Look]
     on_cpu: list[bool]
+    grads: list[bool]
     negs: list[bool]
     conjs: list[bool] | None
 
@@ -72,6 +73,7 @@ def joined(parts: Sequence[Looks]) -> Looks:
     return Looks(
         [look for part in parts for look in part.looks],
         [on_cpu for part in parts for on_cpu in part.on_cpu],
+        [grad for part in parts for grad in part.grads],
         [neg for part in parts for neg in part.negs],
         conjs,
     )
@@ -112,23 +114,26 @@ class Sight:
             OddTensor: one can't travel.
             RuntimeError: torch says that one has no strides.
         """
-        self.leaves = Last()
         # A column at a time: a comprehension over one attribute costs little more than the attribute.
         dtypes = [tensor.dtype for tensor in tensors]
         shapes = [tensor.shape for tensor in tensors]
         strides = list(map(torch.Tensor.stride, tensors))
         on_cpu = [tensor.is_cpu for tensor in tensors]
+        grads = [tensor.requires_grad for tensor in tensors]
         negs = list(map(torch.Tensor.is_neg, tensors))
         conjs: list[bool] | None = None
         if True in [dtype.is_complex for dtype in set(dtypes)]:
             conjs = list(map(torch.Tensor.is_conj, tensors))
-        asked = dtypes, shapes, strides, on_cpu, negs, conjs
+        asked = list(map(type, tensors)), dtypes, shapes, strides, on_cpu, grads, negs, conjs
         if self._looks is not None and asked == self._asked:
             # The same for the second time, so it will be asked again.
             self._guards = _guards(tensors, shapes, strides)
+            # Which then is the answer to what else could be asked, in a third of the memory.
+            self._asked = self._asked if self._guards is None else None
             return self._looks
         self._guards = None
-        self._looks = Looks(list(map(_look, dtypes, shapes, strides)), on_cpu, negs, conjs)
+        self._looks = Looks(list(map(_look, dtypes, shapes, strides)), on_cpu, grads, negs, conjs)
+        self.leaves = Last()
         self._asked = asked
         return self._looks
 

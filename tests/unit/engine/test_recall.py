@@ -192,7 +192,7 @@ LARGE: dict[str, Callable[[], dict[object, object]]] = {
     "containers": lambda: {"a": [{} for _ in range(1000)]},
     "keys": lambda: dict.fromkeys(range(1000), 0),
     "values": lambda: {"a": list(range(1000))},
-    "bytes": lambda: {"a": b"0" * 3_000_000},
+    "bytes": lambda: {"a": b"0" * 9_000_000},
 }
 
 

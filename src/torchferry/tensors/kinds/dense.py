@@ -49,9 +49,11 @@ def _describe(tensor: torch.Tensor, part: Part) -> Leaf:
     return Leaf(DENSE.name, (part(tensor),), None, grad_traits(tensor) or None)
 
 
-def describe_many(tensors: Sequence[torch.Tensor], parts: Sequence[int]) -> list[Leaf]:
-    """Describe plain strided tensors, all at once; the parts are their own numbers."""
-    grads = [tensor.requires_grad for tensor in tensors]
+def describe_many(tensors: Sequence[torch.Tensor], grads: Sequence[bool], parts: Sequence[int]) -> list[Leaf]:
+    """Describe plain strided tensors, all at once.
+
+    Which of them require a gradient is known; the parts are their own numbers.
+    """
     types = list(map(type, tensors))
     traits: Iterable[int | None] = repeat(None)
     if any(grads) or torch.nn.Parameter in types:
