@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
-from xxhash import xxh3_64_intdigest
 
 from torchferry.core.codec import Envelope, Known, encode
 from torchferry.core.extents import TooIntricate
@@ -28,7 +27,7 @@ from torchferry.core.protocol import AHEAD_BYTES
 from torchferry.core.routes import Route, chain, relays
 from torchferry.core.seals import NONCE_BYTES
 from torchferry.core.torn import paths_of
-from torchferry.engine.digest import digests
+from torchferry.engine.digest import digest, digests
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Runner
 from torchferry.engine.recall import Recall
@@ -137,7 +136,7 @@ class Cargo:
         """Hash a few bytes at both ends of a message, where they lie; nothing if they are gone."""
         ends = samples_of(self.plan.chunks[message.first].piece, self.plan.chunks[message.end - 1].piece)
         try:
-            return [xxh3_64_intdigest(peek(self.source.memories[end.storage], end)) for end in ends]
+            return [digest(peek(self.source.memories[end.storage], end)) for end in ends]
         except (RuntimeError, StateError):
             return []
 

@@ -15,6 +15,11 @@ from xxhash import xxh3_64_intdigest
 from torchferry.tensors.memory import check_held
 
 
+def digest(data: bytes | memoryview) -> int:
+    """Hash some bytes."""
+    return xxh3_64_intdigest(data)
+
+
 def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
     """Hash the pieces of a flat buffer, of the given sizes, that follow one another.
 
@@ -26,7 +31,7 @@ def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
     found: list[int] = []
     start = 0
     for size in sizes:
-        found.append(xxh3_64_intdigest(whole[start : start + size]))
+        found.append(digest(whole[start : start + size]))
         start += size
     return found
 

@@ -41,7 +41,6 @@ class Look(Struct, frozen=True, gc=False):
 
     form: tuple[str, int, tuple[int, ...], tuple[int, ...]]
     span: int
-    is_complex: bool
 
 
 class Looks(Struct, frozen=True):
@@ -60,7 +59,7 @@ def _look(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Loo
         raise OddTensor
     sizes = tuple(shape)
     span = figure(sizes, stride, dtype.itemsize).span
-    return Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span, dtype.is_complex)
+    return Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span)
 
 
 def joined(parts: Sequence[Looks]) -> Looks:

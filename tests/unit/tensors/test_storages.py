@@ -10,10 +10,11 @@ import torch
 
 from tests.support.equality import assert_same
 from tests.support.transfer import ferry
+from torchferry.core.extents import Extent
 from torchferry.core.plan import make_plan
 from torchferry.errors import StateError, StateMismatch
 from torchferry.tensors.describe import describe
-from torchferry.tensors.memory import gather, run_of
+from torchferry.tensors.memory import CPU, Memory, gather, peek, run_of
 
 
 def test_views_of_one_storage_cost_each_byte_once_and_stay_views() -> None:
@@ -217,3 +218,16 @@ def test_memory_that_is_freed_after_all_is_an_error_and_stays_freed(count: int) 
     with pytest.raises(StateError, match="freed during the transfer"):
         run_of(described.memories[-1], pieces[-1])
     assert state[-1].untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cpu")], ids=["by address", "by torch"])
+def test_a_few_bytes_are_read_where_they_lie_and_not_where_they_were(device: torch.device) -> None:
+    tensor = torch.arange(100, dtype=torch.uint8)
+    memory = Memory(tensor.untyped_storage(), 10, device)
+    assert peek(memory, Extent(0, 5, 4)) == bytes([15, 16, 17, 18])
+    assert peek(memory, Extent(0, 0, 90)) == bytes(range(10, 100))
+    with pytest.raises(StateError, match="freed during the transfer"):
+        peek(memory, Extent(0, 0, 91))
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(StateError, match="freed during the transfer"):
+        peek(memory, Extent(0, 5, 4))
