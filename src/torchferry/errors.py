@@ -157,17 +157,22 @@ class Mismatch(NamedTuple):
 class StateMismatch(StateError):
     """What arrives does not fit the local state; no local tensor was changed.
 
-    `mismatches` has one entry for each path at fault, in the order of the incoming state.
+    `mismatches` has one entry for each path at fault, in the order of the incoming state; `hints` say what
+    may be behind them.
     """
 
     _SHOWN = 50
 
-    def __init__(self, mismatches: Sequence[Mismatch], *, peer: int | None = None) -> None:
+    def __init__(
+        self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | None = None
+    ) -> None:
         self.mismatches = tuple(mismatches)
+        self.hints = tuple(hints)
         count = len(self.mismatches)
         lines = [str(mismatch) for mismatch in self.mismatches[: self._SHOWN]]
         if count > self._SHOWN:
             lines.append(f"… and {count - self._SHOWN} more, all in .mismatches")
+        lines += self.hints
         super().__init__(
             f"the incoming state does not fit the local one in {count} "
             f"place{'s' if count != 1 else ''}; nothing was overwritten:\n  " + "\n  ".join(lines),

@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata, init_from_local_shards
 from torch.distributed.checkpoint._pg_transport import PGTransport as Ancestor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
@@ -305,23 +305,25 @@ def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> 
 
 
 def bound_to_the_receiver(rank: int) -> dict[str, Any]:
-    """Rank 0 sends its part of a DTensor to all others: fresh, bound to a mesh, and in place."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    """Ranks 0 and 1 send their parts of a DTensor to their twins: fresh, bound to a mesh, in place."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    twin = (rank + 2) % 4
+    placements = [Replicate(), Shard(0)]
     whole = torch.arange(32.0).view(8, 4)
-    mine = DTensor.from_local(whole[2 * rank : 2 * rank + 2].clone(), mesh, [Shard(0)])
+    mine = DTensor.from_local(whole[4 * (rank % 2) :][:4].clone(), mesh, placements)
     fresh = PGTransport(dist.group.WORLD, 20, "cpu")
     named = PGTransport(dist.group.WORLD, 20, "cpu", mesh=mesh)
-    target = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)])
+    target = DTensor.from_local(torch.zeros(4, 4), mesh, placements)
     in_place = PGTransport(dist.group.WORLD, 20, "cpu", lambda: {"d": target})
-    if rank == 0:
+    if rank < 2:
         for transport in (fresh, named, in_place):
-            transport.send_checkpoint([1, 2, 3], {"d": mine})
+            transport.send_checkpoint([twin], {"d": mine})
         received: Any = {"fresh": mine, "named": mine}
         target.to_local().copy_(mine.to_local())
     else:
-        received = {"fresh": fresh.recv_checkpoint(0), "named": named.recv_checkpoint(0)}
+        received = {"fresh": fresh.recv_checkpoint(twin), "named": named.recv_checkpoint(twin)}
         received = {name: state["d"] for name, state in received.items()}
-        assert in_place.recv_checkpoint(0)["d"] is target  # type: ignore[index]
+        assert in_place.recv_checkpoint(twin)["d"] is target  # type: ignore[index]
     return {
         "coordinate": received["fresh"].device_mesh.get_coordinate(),
         "equal mesh": received["fresh"].device_mesh == mesh,
@@ -331,7 +333,7 @@ def bound_to_the_receiver(rank: int) -> dict[str, Any]:
         "in place": target.full_tensor().tolist(),
         "fresh": received["fresh"].full_tensor().tolist(),
         "own, afterwards": DTensor.full_tensor(mine + mine).tolist(),  # type: ignore[arg-type]
-        "ancestor": ancestral_coordinate(rank, mine),
+        "torch's": ancestral_coordinate(rank, mine),
     }
 
 
@@ -347,16 +349,17 @@ def ancestral_coordinate(rank: int, mine: DTensor) -> Any:
 
 def test_a_dtensor_is_bound_to_the_receiver_s_mesh(quad: Cluster) -> None:
     """Row 19."""
-    part = torch.arange(8.0).view(2, 4)
+    whole = torch.arange(32.0).view(8, 4)
     answers = quad.run(bound_to_the_receiver)
     for rank, answer in enumerate(answers):
-        assert answer["coordinate"] == (rank,)
+        part = whole[4 * (rank % 2) :][:4]
+        assert tuple(answer["coordinate"]) == (rank // 2, rank % 2)
         assert answer["equal mesh"]
         assert answer["local"] == part.tolist()
-        assert answer["element-wise"] == (part + torch.arange(8.0 * rank, 8.0 * rank + 8).view(2, 4)).tolist()
-        assert answer["fresh"] == answer["named"] == answer["in place"] == part.repeat(4, 1).tolist()
-        assert answer["own, afterwards"] == (2 * torch.arange(32.0).view(8, 4)).tolist()
-    assert answers[3]["ancestor"] == (0,)
+        assert answer["element-wise"] == (2 * part).tolist()
+        assert answer["fresh"] == answer["named"] == answer["in place"] == whole.tolist()
+        assert answer["own, afterwards"] == (2 * whole).tolist()
+    assert tuple(answers[3]["torch's"]) == (0, 0)
 
 
 def test_a_device_is_accepted_by_its_name() -> None:

@@ -18,6 +18,7 @@ PACKAGE = "torchferry"
 # The first entry that a module's name equals or lies beneath is its layer.
 LAYERS = {
     "torchferry.errors": "errors",
+    "torchferry.torch_internals": "torch",
     "torchferry.core": "core",
     "torchferry.tensors": "tensors",
     "torchferry.links": "links",
@@ -35,12 +36,13 @@ ROOT_LAYER = "front door"
 
 MAY_IMPORT = {
     "errors": set[str](),
+    "torch": set[str](),
     "core": {"core", "errors"},
-    "tensors": {"tensors", "core", "errors"},
-    "links": {"links", "core", "errors"},
+    "tensors": {"tensors", "core", "errors", "torch"},
+    "links": {"links", "core", "errors", "torch"},
     "engine": {"engine", "tensors", "links", "core", "errors"},
     "testing": {"testing", "engine", "tensors", "links", "core", "errors"},
-    "front door": {"front door", "engine", "tensors", "links", "core", "errors"},
+    "front door": {"front door", "engine", "tensors", "links", "core", "errors", "torch"},
 }
 
 # All that core/ may import: no clock, no chance, no threads, no outside world.
@@ -103,7 +105,21 @@ TERMINAL_MODULES = (
 PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
 PICKLE_MODULES = {"torchferry.pg_transport.pickled"}
 
-MAX_LINES = 350
+# Private parts of torch differ from version to version, so one module has them all, with a fallback each.
+TORCH_MODULES = {"torchferry.torch_internals"}
+# Programs that start processes of their own, and are nobody's library.
+PROGRAMS = ("torchferry.demo", "torchferry.bench", "torchferry.local")
+# What is private by its name and still for everybody: namedtuples, and our own classes' parts.
+PUBLIC_UNDERSCORES = {"_fields", "_replace", "_asdict"}
+
+# torch's default device is the user's to set: whatever makes a tensor says where.
+CONSTRUCTORS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor",
+    "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor",
+    "zeros",
+}  # fmt: skip
+
 BANNED_NAMES = {"utils", "util", "helpers", "common", "misc", "types"}
 
 
@@ -234,14 +250,68 @@ def undeclared_breaches(module: Module, declared: set[str]) -> list[str]:
     ]
 
 
-def shape_breaches(module: Module) -> list[str]:
-    """A module too long to read in one go, or whose name says nothing of what is in it."""
+def private_torch_breaches(module: Module) -> list[str]:
+    """Private parts of torch outside the module that has them all.
+
+    That is what is imported from torch by a private name, and what is taken from another object than `self`
+    by one that the module does not define itself.
+    """
+    if module.name in TORCH_MODULES or any(is_beneath(module.name, program) for program in PROGRAMS):
+        return []
+    tree = ast.parse(module.source)
+    own = {name for node in ast.walk(tree) for name in _defined(node)} | PUBLIC_UNDERSCORES
     found = []
-    if (lines := len(module.source.splitlines())) > MAX_LINES:
-        found.append(f"{module.name} has {lines} lines, more than {MAX_LINES}: split it by concept")
-    if banned := BANNED_NAMES.intersection(module.name.split(".")):
-        found.append(f"{module.name} is called {banned.pop()}: name what it holds")
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(base), names=aliases) if base.partition(".")[0] == "torch":
+                path = [*base.split("."), *(alias.name for alias in aliases)]
+                found += [(node.lineno, f"imports {part} of {base}") for part in path if _is_private(part)]
+            case ast.Import(names=aliases):
+                parts = [part for alias in aliases for part in alias.name.split(".")]
+                is_torch = parts[0] == "torch"
+                found += [
+                    (node.lineno, f"imports {part}") for part in parts if is_torch and _is_private(part)
+                ]
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if _is_private(name) and name not in own:
+                found.append((node.lineno, f"uses {name}"))
+    return [f"{module.name}:{line} {what}" for line, what in found]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+            return [name]
+        case ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+    return []
+
+
+def device_breaches(module: Module) -> list[str]:
+    """Tensors that are made on whatever device the user has set as the default one."""
+    found: list[str] = []
+    if any(is_beneath(module.name, program) for program in PROGRAMS):
+        return found
+    for node in ast.walk(ast.parse(module.source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in CONSTRUCTORS:
+                if "device" not in [keyword.arg for keyword in node.keywords]:
+                    found.append(f"{module.name}:{node.lineno} calls torch.{name} without a device")
     return found
+
+
+def shape_breaches(module: Module) -> list[str]:
+    """A module whose name says nothing of what is in it."""
+    if banned := BANNED_NAMES.intersection(module.name.split(".")):
+        return [f"{module.name} is called {banned.pop()}: name what it holds"]
+    return []
 
 
 def _walk(node: ast.AST, *, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:

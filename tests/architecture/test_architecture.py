@@ -70,7 +70,13 @@ class TestEveryModule:
         declared = declared_packages()
         assert breaches(lambda module: rules.undeclared_breaches(module, declared)) == []
 
-    def test_is_short_and_has_a_telling_name(self) -> None:
+    def test_leaves_private_parts_of_torch_to_one_module(self) -> None:
+        assert breaches(rules.private_torch_breaches) == []
+
+    def test_says_on_which_device_it_makes_a_tensor(self) -> None:
+        assert breaches(rules.device_breaches) == []
+
+    def test_has_a_telling_name(self) -> None:
         assert breaches(rules.shape_breaches) == []
 
 
@@ -187,9 +193,35 @@ class TestTheCheckerBites:
         module = Module("torchferry.engine", "import json, torch\nimport requests.adapters")
         assert len(rules.undeclared_breaches(module, {"torch"})) == 1
 
-    def test_on_a_module_that_is_too_long(self) -> None:
-        assert rules.shape_breaches(Module("torchferry.engine", "x = 1\n" * 351))
-        assert rules.shape_breaches(Module("torchferry.engine", "x = 1\n" * 350)) == []
+    @pytest.mark.parametrize(
+        ("source", "flagged"),
+        [
+            ("from torch._C import _dynamo", True),
+            ("from torch.utils._pytree import tree_map", True),
+            ("from torch.distributed.distributed_c10d import _world", True),
+            ("import torch._dynamo", True),
+            ("import torch\ntorch._neg_view(x)", True),
+            ("mesh._layout", True),
+            ("from torch.nn import Module", False),
+            ("class A:\n    def f(self):\n        self._x = 1\n        return other._x", False),
+            ("pair._replace(path=())", False),
+        ],
+    )
+    def test_on_private_parts_of_torch(self, source: str, flagged: bool) -> None:
+        assert bool(rules.private_torch_breaches(Module("torchferry.tensors.kinds", source))) == flagged
+        assert rules.private_torch_breaches(Module("torchferry.torch_internals", source)) == []
+
+    @pytest.mark.parametrize(
+        ("source", "flagged"),
+        [
+            ("torch.empty(3)", True),
+            ("torch.sparse_coo_tensor(i, v, check_invariants=True)", True),
+            ("torch.empty(3, device='cpu')", False),
+            ("torch.empty_like(x)", False),
+        ],
+    )
+    def test_on_a_tensor_without_a_device(self, source: str, flagged: bool) -> None:
+        assert bool(rules.device_breaches(Module("torchferry.tensors.kinds", source))) == flagged
 
     @pytest.mark.parametrize("name", sorted(rules.BANNED_NAMES))
     def test_on_a_name_that_says_nothing(self, name: str) -> None:

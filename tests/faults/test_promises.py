@@ -141,7 +141,7 @@ def test_a_silent_peer_is_given_up_at_the_timeout_and_not_at_the_group_s(way: st
     assert type(error) is LinkTimeout
     assert 1.0 <= sight.seconds < 1.0 + LATE_S
     assert error.peer == silent
-    assert error.phase == ("send tensors" if way == "send" else "receive metadata")
+    assert error.phase == ("send tensors" if way == "send" else "wait")
     jobs = [None, None, None]
     jobs[waits] = (look_around, (LATE_S,))
     after = values(trio.start(jobs).outcomes())[waits]
@@ -464,30 +464,84 @@ def test_a_sender_that_fails_half_way_says_so(number: int, receivers: int, quart
 # Refusals
 
 
-def send_what_can_t_travel_and_then_what_can(rank: int, part: Part) -> tuple[Any, float]:
+def send_what_can_t_travel_and_then_what_can(
+    rank: int, part: Part, peers: list[int]
+) -> tuple[Any, float, float]:
     transport = PGTransport(new_group(rank, part.ranks, part.name), part.timeout_s, "cpu")
     error: Exception | None = None
+    began_s = time.monotonic()
     try:
-        transport.send_checkpoint([1], {"model": {"lock": threading.Lock()}})
+        transport.send_checkpoint(peers, {"model": {"lock": threading.Lock()}})
     except Exception as raised:
         error = raised
-    transport.send_checkpoint([1], new_state())
-    return error, time.monotonic()
+    refused_s = time.monotonic()
+    transport.send_checkpoint(peers, new_state(), step=8)
+    return error, began_s, refused_s
+
+
+def receive_a_refusal_and_then_a_state(
+    rank: int, part: Part, late_s: float
+) -> tuple[Any, float, dict[str, str]]:
+    target = old_state()
+    transport = PGTransport(new_group(rank, part.ranks, part.name), part.timeout_s, "cpu", lambda: target)
+    # Late means: not there when the sender refuses, and for as long as it waits for that to be taken.
+    time.sleep(late_s)
+    error: Exception | None = None
+    try:
+        transport.recv_checkpoint(0)
+    except Exception as raised:
+        error = raised
+    told_s = time.monotonic()
+    assert fates_of(target, LAYER_BYTES) == ALL_OLD
+    transport.recv_checkpoint(0, step=8)
+    return error, told_s, fates_of(target, LAYER_BYTES)
 
 
 @shows(
     "the state has a leaf that can't travel",
-    "`Unsendable` names its path, nothing is sent: a receiver that waits already gets the mended state",
+    "`Unsendable` names its path; every receiver raises `PeerGaveUp` with the reason, within a second or as "
+    "soon as it comes, and the group is in order: the mended state follows on it",
     rows=(7,),
 )
-def test_what_can_t_travel_is_refused_before_anything_is_sent(trio: Cluster) -> None:
-    send, receive = parts()
-    jobs = [(send_what_can_t_travel_and_then_what_can, (send,)), (perform, (receive,)), None]
-    (error, _), receiver, _ = values(trio.start(jobs).outcomes())
+@pytest.mark.parametrize("late_s", [0.0, 1.0], ids=["who waits already", "who comes late"])
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_a_sender_that_refuses_tells_its_receivers(receivers: int, late_s: float, quartet: Cluster) -> None:
+    name, peers = unique_name(), [*range(1, receivers + 1)]
+    send, receive = (Part(name, (0, *peers), way, FAR_S) for way in ("send", "receive"))
+    jobs: list[Any] = [(send_what_can_t_travel_and_then_what_can, (send, peers))]
+    jobs += [(receive_a_refusal_and_then_a_state, (receive, late_s))] * receivers
+    sender, *told = values(quartet.start([*jobs, *[None] * (3 - receivers)]).outcomes())[: receivers + 1]
+    error, began_s, refused_s = sender
     assert isinstance(error, Unsendable)
     assert error.path == "model.lock"
-    assert receiver.error is None
-    assert receiver.fates == ALL_NEW
+    assert refused_s - began_s < PROMPT_S
+    for refusal, told_s, fates in told:
+        assert type(refusal) is PeerGaveUp
+        assert (refusal.peer, refusal.culprit) == (0, 0)
+        assert "model.lock: a value of type _thread.lock can't travel" in str(refusal)
+        assert told_s - began_s < late_s + PROMPT_S
+        assert fates == ALL_NEW
+
+
+def leave_after_a_refusal(rank: int, part: Part) -> None:
+    transport = PGTransport(new_group(rank, part.ranks, part.name), part.timeout_s, "cpu")
+    with contextlib.suppress(Unsendable):
+        transport.send_checkpoint([1], {"model": {"lock": threading.Lock()}})
+    os._exit(1)
+
+
+@shows(
+    "the sender refuses its state and ends",
+    "`PeerGaveUp` with the reason at the receiver all the same, within a second",
+)
+def test_a_sender_that_refuses_and_ends_has_told_its_receiver(doomed: Cluster) -> None:
+    send, receive = parts()
+    sent, received = doomed.start([(leave_after_a_refusal, (send,)), (perform, (receive,))]).outcomes()
+    assert sent.error is not None
+    sight: Sight = received.value
+    assert type(sight.error) is PeerGaveUp
+    assert "model.lock" in str(sight.error)
+    assert sight.seconds < PROMPT_S + LATE_S
 
 
 @torchferry.register

@@ -30,6 +30,7 @@ from tests.support.states import Node, Recipe, Use, Value, build
 from tests.support.transfer import ferry
 from torchferry import PGTransport, StateMismatch
 from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.core.tree import format_path
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.testing import MemoryNetwork
 
@@ -122,7 +123,14 @@ def test_when_lenient_what_both_have_lands_and_the_rest_is_left_alone(
         replace(target, tree=_only(target.tree, kept, [(Value("plain", "own"), Value("plain", 1))]))
     )
     neighbours = unused_contents(local.state, local.pools)
-    result = ferry(source, into=local.state, strict=False, chunk_bytes=chunk_bytes).state
+    if names and not kept:
+        with pytest.raises(StateMismatch, match="no such path"):
+            ferry(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
+        return
+    ferried = ferry(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
+    assert {*ferried.report.dropped} == {format_path((name,)) for name in names if name not in kept}
+    assert ferried.report.kept == ("own",)
+    result = ferried.state
     assert list(result) == list(local.state)
     assert result.pop("own") == 1
     del local.state["own"]

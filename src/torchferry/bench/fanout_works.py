@@ -27,7 +27,7 @@ def fanout_works(size: Size, hosts: int = MOST_HOSTS) -> list[Work]:
     """The works, as far as so many hosts can do them.
 
     >>> [case.name for work in fanout_works(Size.FULL, hosts=3) for case in work.cases]
-    ['fan-out-1', 'fan-out-2', 'fan-out-2-chain', 'fan-out-2-direct']
+    ['fan-out-1', 'fan-out-2', 'fan-out-2-direct']
     """
     assert hosts >= 2, "a transfer takes two"
     sleeper = _sleeper(size)
@@ -38,7 +38,6 @@ def _fan_out(size: Size, hosts: int) -> Work:
     recipe = Uniform(32, size.pick(64 * KIB, MIB, 4 * MIB))
     sent = f"{recipe.needed_bytes // MIB} MiB"
     cases = [_fan_out_to(count, recipe) for count in _COUNTS if count < hosts]
-    chains = [_forced(case, relay=True) for case in cases if case.receivers > 1]
     most = cases[-1]
     marks = (
         Mark(
@@ -56,14 +55,13 @@ def _fan_out(size: Size, hosts: int) -> Work:
             at_least=False,
         ),
     )
-    every = (*cases, *chains, _forced(most, relay=False))
+    every = (*cases, _direct(most))
     return Work("fan-out", f"{sent} over links of 1 Gbit/s", every, marks, axis="receivers")
 
 
-def _forced(case: Case, *, relay: bool) -> Case:
-    """The case with torchferry's own choice overruled; on the curves, it is the choice that counts."""
-    name = f"{case.name}-{'chain' if relay else 'direct'}"
-    return replace(case, name=name, systems=(FERRY,), relay=relay, x=None)
+def _direct(case: Case) -> Case:
+    """The case without relays, which is what a sender does that is not asked for them."""
+    return replace(case, name=f"{case.name}-direct", systems=(FERRY,), relay=False, x=None)
 
 
 def _fan_out_to(receivers: int, recipe: Uniform) -> Case:
@@ -73,6 +71,7 @@ def _fan_out_to(receivers: int, recipe: Uniform) -> Case:
         (FERRY, TORCH),
         in_place=True,
         receivers=receivers,
+        relay=receivers > 1,
         # The sender may be done earlier; what counts is that everyone has it.
         timed=tuple(range(1, receivers + 1)),
         x=receivers,

@@ -56,7 +56,7 @@ class Size(StrEnum):
 class Case:
     """One thing to measure. The last receiver sleeps for `asleep_s` before it receives.
 
-    `relay` says whether receivers may forward to each other; None leaves it to the system. `timed` are the
+    `relay` says whether receivers may forward to each other; `timed` are the
     ranks whose time counts; all of them, if none is named. Without `again` nothing is known of the state from
     earlier transfers, by who can leave it out; the others have sent it once before, to warm up.
     """
@@ -67,7 +67,7 @@ class Case:
     in_place: bool = False
     receivers: int = 1
     asleep_s: float = 0.0
-    relay: bool | None = None
+    relay: bool = False
     timed: tuple[int, ...] = ()
     again: bool = True
     x: float | None = None

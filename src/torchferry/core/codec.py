@@ -7,6 +7,9 @@ A frame is
     8 bytes   XXH3 of the rest, little-endian
     the rest  MessagePack of Envelope
 
+A sender that refuses its state sends a refusal in the place of a frame: the same with b"TFNO", and for the
+rest a text.
+
 What MessagePack lacks is a Special: a code and a payload, which stays packed until `unpack` is asked.
 Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it. All that
 is decoded has a type, and none of the types lets a byte become a container: what a frame takes in memory is
@@ -24,20 +27,17 @@ from msgspec.msgpack import Decoder, Encoder
 from xxhash import xxh3_64_intdigest
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.manifest import FORM, Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec, Value
+from torchferry.core.manifest import Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.routes import Route
 from torchferry.core.seals import NONCE_BYTES
-from torchferry.core.showing import show
 from torchferry.core.soundness import check
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
-VERSION = 4
+REFUSAL_MAGIC = b"TFNO"
+VERSION = 5
 _PREAMBLE = struct.Struct("<4sBQ")
-
-_SHOWN_BYTES = 1 << 12
-"""Longer forms are not taken apart to be shown."""
 
 Digest: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -99,8 +99,8 @@ _part_decoders: dict[str, Decoder[Any]] = {
     "tensors": Decoder(tuple[TensorSpec, ...]),
     "storages": Decoder(tuple[Count, ...]),
 }
-_any_decoder: Decoder[Any] = Decoder()
 _view_decoder = Decoder(memoryview)
+_text_decoder = Decoder(str)
 
 
 def pack(value: object) -> bytes:
@@ -133,17 +133,6 @@ def payload_of(value: Special | Nested) -> bytes | memoryview:
     return value.data if type(value) is Special else unpack(value.data, _view_decoder)
 
 
-def show_form(value: Value) -> str:
-    """Show what a leaf's kind has packed, or what there is of it instead.
-
-    >>> show_form(Special(FORM, pack({"size": [2, 3]})))
-    "{'size': [2, 3]}"
-    """
-    if type(value) is not Special or value.code != FORM or len(value.data) > _SHOWN_BYTES:
-        return show(value)
-    return show(unpack(value.data, _any_decoder))
-
-
 def encode(envelope: Envelope, known: Known | None = None) -> bytes:
     """Encode a manifest and its envelope as one frame; `known`, if there is one, is of that manifest."""
     letter: object = envelope
@@ -157,6 +146,31 @@ def encode(envelope: Envelope, known: Known | None = None) -> bytes:
 def is_frame(data: bytes) -> bool:
     """Say whether these bytes claim to be a frame of ours, of any version."""
     return data[: len(MAGIC)] == MAGIC
+
+
+_MOST_REASON_CHARACTERS = 1000
+
+
+def encode_refusal(reason: str) -> bytes:
+    """Encode what a sender sends in the place of a frame if it can't send its state.
+
+    >>> decode_refusal(encode_refusal("model.hook: a lambda can't travel"))
+    "model.hook: a lambda can't travel"
+    """
+    body = _encoder.encode(reason[:_MOST_REASON_CHARACTERS].encode(errors="replace").decode())
+    return _PREAMBLE.pack(REFUSAL_MAGIC, VERSION, xxh3_64_intdigest(body)) + body
+
+
+def decode_refusal(data: bytes) -> str | None:
+    """Give the reason that a refusal has, in one line; None if it is no refusal.
+
+    Raises:
+        BadManifest: it is malformed.
+    """
+    if data[: len(REFUSAL_MAGIC)] != REFUSAL_MAGIC:
+        return None
+    reason = unpack(_checked_body(data), _text_decoder)
+    return "".join(char if char.isprintable() else " " for char in reason[:_MOST_REASON_CHARACTERS])
 
 
 def know(manifest: Manifest, last: Known | None = None) -> Known:
@@ -183,6 +197,18 @@ def decode(data: bytes, known: Known | None = None) -> Envelope:
     Raises:
         BadManifest: another version, or something in it is malformed or points nowhere.
     """
+    body = _checked_body(data)
+    try:
+        envelope = _envelope_decoder.decode(body) if known is None else _recognise(body, known)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
+    _check_terms(envelope)
+    if known is None or envelope.manifest is not known.manifest:
+        check(envelope.manifest)
+    return envelope
+
+
+def _checked_body(data: bytes) -> memoryview:
     if len(data) < _PREAMBLE.size:
         raise BadManifest(f"the peer's metadata is only {len(data)} bytes long")
     _, version, digest = _PREAMBLE.unpack_from(data)
@@ -194,14 +220,7 @@ def decode(data: bytes, known: Known | None = None) -> Envelope:
     body = memoryview(data)[_PREAMBLE.size :]
     if xxh3_64_intdigest(body) != digest:
         raise BadManifest("the peer's metadata was damaged on the way: its digest does not fit")
-    try:
-        envelope = _envelope_decoder.decode(body) if known is None else _recognise(body, known)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
-    _check_terms(envelope)
-    if known is None or envelope.manifest is not known.manifest:
-        check(envelope.manifest)
-    return envelope
+    return body
 
 
 def _recognise(body: memoryview, known: Known) -> Envelope:

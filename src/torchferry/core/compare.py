@@ -7,21 +7,26 @@ of pairs that fit, and of all that do not, each with its path and both sides' va
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from torchferry.core.codec import show_form
 from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
 from torchferry.core.grids import one_map
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.showing import show_name
-from torchferry.core.tree import Path, format_path, occurrences
+from torchferry.core.prefixes import wrapper_hint
+from torchferry.core.showing import show_difference, show_name
+from torchferry.core.tree import Occurrence, Path, format_path, occurrences
 from torchferry.errors import Mismatch
 
 _VALUES = frozenset({VALUE, OPAQUE, PICKLED})
-_PARTS_SHOWN = 4
+
+Extra: TypeAlias = Literal["error", "fresh", "drop"]
+"""What to do with paths that only the peer has."""
+
+Look: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, str]]
+"""Lists what is compared of a leaf with tensors, by name, as text: its dtype, its shape, and more."""
 
 
 class Pair(NamedTuple):
@@ -43,49 +48,98 @@ class TensorPair(NamedTuple):
 class Comparison(NamedTuple):
     """`pairs` holds the places in common; with any mismatch, nothing may be written.
 
-    `twins` says that the two states are described alike: leaf n of one belongs to leaf n of the other, and
-    tensor n to tensor n, storage by storage and byte by byte. Pairs are not listed then.
+    `incoming_only` and `local_only` are the places that only one side has. `hints` say what to do about the
+    mismatches. `twins` says that the two states are described alike: leaf n of one belongs to leaf n of the
+    other, and tensor n to tensor n, storage by storage and byte by byte. Pairs are not listed then.
     """
 
     pairs: tuple[Pair, ...]
     mismatches: tuple[Mismatch, ...]
     twins: bool = False
+    incoming_only: tuple[Occurrence, ...] = ()
+    local_only: tuple[Occurrence, ...] = ()
+    hints: tuple[str, ...] = ()
 
 
-def compare(incoming: Manifest, local: Manifest, *, strict: bool) -> Comparison:
+def compare(incoming: Manifest, local: Manifest, look: Look, *, strict: bool, extra: Extra) -> Comparison:
     """Pair the leaves of two states by path, and list every way in which they do not fit.
 
-    With `strict`, a path that only one side has is a mismatch; without it, such a path is left alone.
+    With `strict`, a path that only the local state has is a mismatch. One that only the incoming state has
+    is a mismatch if `extra` is "error". And where both have tensors, they must have one in common.
     """
     if _are_twins(incoming, local):
         return Comparison((), (), twins=True)
     local_leaves = dict(occurrences(local))
     pairs: list[Pair] = []
-    mismatches: list[Mismatch] = []
+    incoming_only: list[Occurrence] = []
     for path, leaf in occurrences(incoming):
         if path in local_leaves:
             pairs.append(Pair(path, leaf, local_leaves.pop(path)))
-        elif strict:
-            shown = describe(incoming, incoming.leaves[leaf])
-            mismatches.append(Mismatch(format_path(path), "no such path here", shown, "nothing"))
-    if strict:
-        mismatches.extend(
-            Mismatch(
-                format_path(path),
-                "the peer has no such path",
-                "nothing",
-                describe(local, local.leaves[leaf]),
-            )
-            for path, leaf in local_leaves.items()
-        )
+        else:
+            incoming_only.append(Occurrence(path, leaf))
+    local_only = [Occurrence(path, leaf) for path, leaf in local_leaves.items()]
+    mismatches: list[Mismatch] = []
+    nothing_matches = _share_nothing(incoming, local, pairs, extra)
+    if extra == "error" or nothing_matches:
+        mismatches += [
+            Mismatch(format_path(path), "no such path here", describe(incoming, leaf, look), "nothing")
+            for path, leaf in incoming_only
+        ]
+    if strict or nothing_matches:
+        mismatches += [
+            Mismatch(format_path(path), "the peer has no such path", "nothing", describe(local, leaf, look))
+            for path, leaf in local_only
+        ]
+    if extra == "fresh" and not strict:
+        mismatches += _collisions(incoming_only, local_only)
     fitting: list[Pair] = []
     for pair in pairs:
-        differences = list(_differences(incoming, local, pair))
+        differences = list(_differences(incoming, local, pair, look))
         mismatches.extend(differences)
         if not differences:
             fitting.append(pair)
     mismatches.extend(_conflicts(incoming, local, fitting))
-    return Comparison(tuple(pairs), tuple(mismatches))
+    hints: list[str] = []
+    if mismatches:
+        hints += wrapper_hint([each.path for each in incoming_only], [each.path for each in local_only])
+        if incoming_only and extra == "error" and not hints:
+            hints.append(_EXTRA_HINT)
+    return Comparison(
+        tuple(pairs), tuple(mismatches), False, tuple(incoming_only), tuple(local_only), tuple(hints)
+    )
+
+
+_EXTRA_HINT = (
+    'extra="fresh" receives paths that only the peer has as fresh tensors (the moments of an optimizer that '
+    'has not stepped here, for example), extra="drop" leaves them out'
+)
+
+
+def _share_nothing(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
+    """Say whether nothing of two states would match: no path at all, or of many tensors not one."""
+    if not pairs:
+        return bool(incoming.leaves) and (extra == "drop" or bool(local.leaves))
+    both_have_tensors = any(leaf.parts for leaf in incoming.leaves) and any(
+        leaf.parts for leaf in local.leaves
+    )
+    return both_have_tensors and not any(
+        incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs
+    )
+
+
+def _collisions(incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]) -> Iterator[Mismatch]:
+    """Find paths that can't both be in one state: a value of one side's, and inside it one of the other's."""
+    theirs, ours = ({path for path, _ in only} for only in (incoming_only, local_only))
+    for inner, outer, sides in ((theirs, ours, _CONTAINER_INCOMING), (ours, theirs, _CONTAINER_LOCAL)):
+        found = dict.fromkeys(
+            path[:depth] for path in inner for depth in range(len(path)) if path[:depth] in outer
+        )
+        for path in found:
+            yield Mismatch(format_path(path), "one side has a container, the other a value", *sides)
+
+
+_CONTAINER_INCOMING = ("a container", "a value")
+_CONTAINER_LOCAL = ("a value", "a container")
 
 
 def _are_twins(incoming: Manifest, local: Manifest) -> bool:
@@ -135,46 +189,65 @@ def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
     )
 
 
-def describe(manifest: Manifest, leaf: Leaf) -> str:
+def describe(manifest: Manifest, number: int, look: Look) -> str:
     """Say in a few words what a leaf is."""
-    kind = show_name(leaf.kind)
+    leaf = manifest.leaves[number]
+    if leaf.kind == OPAQUE:
+        return str(leaf.fixed or leaf.traits)
+    if leaf.kind == PICKLED:
+        return "a pickled object with tensors in it" if leaf.fixed else "a pickled object"
     if not leaf.parts:
-        return f"a {kind}"
-    specs = [manifest.tensors[part] for part in leaf.parts[:_PARTS_SHOWN]]
-    shown = [f"{show_name(spec.dtype)}{_shape(spec)}" for spec in specs]
-    more = ["…"] if len(leaf.parts) > _PARTS_SHOWN else []
-    return f"{kind} {', '.join(shown + more)}"
+        return f"a {show_name(leaf.kind)}"
+    seen = look(leaf, _specs(manifest, leaf))
+    text = f"{show_name(leaf.kind)} {seen['dtype']}{seen['shape']}"
+    return show_difference(text, text)[0]
 
 
-def _shape(spec: TensorSpec) -> str:
-    return str(list(spec.shape))
+def _specs(manifest: Manifest, leaf: Leaf) -> list[TensorSpec]:
+    return [manifest.tensors[part] for part in leaf.parts]
 
 
-def _differences(incoming: Manifest, local: Manifest, pair: Pair) -> Iterator[Mismatch]:
+def _differences(incoming: Manifest, local: Manifest, pair: Pair, look: Look) -> Iterator[Mismatch]:
     theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
     path = format_path(pair.path)
     if theirs.kind in _VALUES and ours.kind in _VALUES:
+        if theirs.fixed is not None or ours.fixed is not None:
+            yield Mismatch(
+                path,
+                "can't be written in place",
+                describe(incoming, pair.incoming, look),
+                describe(local, pair.local, look),
+            )
         return
     if theirs.kind != ours.kind:
-        yield Mismatch(path, "kind", describe(incoming, theirs), describe(local, ours))
+        yield Mismatch(
+            path, "kind", describe(incoming, pair.incoming, look), describe(local, pair.local, look)
+        )
         return
-    if theirs.fixed != ours.fixed:
-        yield Mismatch(path, f"{theirs.kind} form", show_form(theirs.fixed), show_form(ours.fixed))
-    if len(theirs.parts) != len(ours.parts):
-        yield Mismatch(path, "number of parts", str(len(theirs.parts)), str(len(ours.parts)))
-    for part, mine in zip(theirs.parts, ours.parts, strict=False):
-        a, b = incoming.tensors[part], local.tensors[mine]
-        if a.dtype != b.dtype:
-            yield Mismatch(path, "dtype", show_name(a.dtype), b.dtype)
-        if a.shape != b.shape:
-            yield Mismatch(path, "shape", _shape(a), _shape(b))
-        elif not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
+    specs = list(zip(_specs(incoming, theirs), _specs(local, ours), strict=False))
+    if (
+        theirs.fixed != ours.fixed
+        or len(theirs.parts) != len(ours.parts)
+        or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs)
+    ):
+        yield from _unlike(path, look(theirs, _specs(incoming, theirs)), look(ours, _specs(local, ours)))
+        return
+    for a, b in specs:
+        if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
             yield Mismatch(
                 path,
                 "the local tensor's items share memory, the incoming ones do not in the same way",
                 f"strides {list(a.stride)}",
                 f"strides {list(b.stride)}",
             )
+
+
+def _unlike(path: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Mismatch]:
+    """Name what differs in two leaves of one kind."""
+    for name in {**theirs, **ours}:
+        one, two = theirs.get(name, "none"), ours.get(name, "none")
+        if one != two:
+            yield Mismatch(path, name, *show_difference(one, two))
 
 
 def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> TensorSpec:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,8 +81,11 @@ def land_in_place(
     incoming: Manifest,
     local: Manifest,
     pairs: Sequence[TensorPair],
+    fresh: Collection[int] = (),
 ) -> Landings:
     """Land every extent in the local tensors that were paired with the incoming ones.
+
+    The incoming tensors in `fresh` have no local one, and arrive in scratch memory, which becomes theirs.
 
     Raises:
         BadManifest: the incoming tensors overlap too irregularly to say which bytes are whose.
@@ -102,8 +105,8 @@ def land_in_place(
         landing, scratched = _land(extent, tensors, covering, incoming, local, takers)
         landings.append(landing)
         whole.update(dict.fromkeys(scratched))
-    # A tensor that is copied out of scratch must find all of itself there.
-    needed = {pair.incoming for pair in whole}
+    # A tensor that is copied out of scratch, or stays there, must find all of itself in it.
+    needed = {pair.incoming for pair in whole}.union(fresh)
     for number, (extent, tensors) in enumerate(zip(extents, users, strict=True)):
         if needed.intersection(tensors):
             landing = landings[number]

@@ -112,7 +112,10 @@ VALUE = "value"
 """The kind of a leaf that has no tensors: its `traits` are the value."""
 
 PICKLED = "pickled"
-"""The kind of a leaf outside the closed set: its `traits` are a pickle."""
+"""The kind of a leaf outside the closed set: `traits` are a pickle, `fixed` is True if tensors are in it."""
 
 OPAQUE = "opaque"
-"""The kind of a local leaf that could not be described. Never on the wire."""
+"""The kind of a local leaf that could not be described. Never on the wire.
+
+`fixed` says why nothing can be written to it, and is None if it is a value like others; `traits` says what it
+is."""

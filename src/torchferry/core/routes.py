@@ -14,12 +14,6 @@ from msgspec import Struct
 
 from torchferry.core.manifest import Count
 
-RELAY_RECEIVERS = 4
-"""Fewer receivers are each sent to: up to three times the time, and none of them can fail another."""
-
-RELAY_SAVES_BYTES = 512 << 20
-"""What a chain must spare the sender's line before it is chosen: half a second at 10 Gbit/s."""
-
 
 class Route(Struct, frozen=True, array_like=True):
     """Where one receiver's payload comes from, and whom it forwards it to.
@@ -30,19 +24,6 @@ class Route(Struct, frozen=True, array_like=True):
     source: Count
     next: Count | None = None
     before: tuple[Count, ...] = ()
-
-
-def relays(payload_bytes: int, receivers: int, wanted: bool | None = None) -> bool:
-    """Choose between a chain and sending to each. `wanted` forces either.
-
-    >>> relays(128 << 20, 6), relays(64 << 20, 3), relays(64 << 20, 3, wanted=True)
-    (True, False, True)
-    """
-    if receivers < 2:
-        return False
-    if wanted is not None:
-        return wanted
-    return receivers >= RELAY_RECEIVERS and payload_bytes * (receivers - 1) >= RELAY_SAVES_BYTES
 
 
 def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:

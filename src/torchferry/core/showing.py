@@ -9,6 +9,7 @@ from __future__ import annotations
 MOST_CHARACTERS = 200
 _MOST_ITEMS = 6
 _MOST_DEPTH = 3
+_ALIKE_SHOWN = 14
 
 
 def show(value: object, depth: int = 0) -> str:
@@ -35,6 +36,32 @@ def show_name(name: str) -> str:
     ('weight', "'line\\\\nbreak'")
     """
     return name if len(name) <= MOST_CHARACTERS and name.isprintable() else show(name)
+
+
+def show_difference(one: str, two: str) -> tuple[str, str]:
+    """Shorten two texts to the part in which they differ.
+
+    >>> show_difference("[4, 3]", "[4, 4]")
+    ('[4, 3]', '[4, 4]')
+    >>> long = ", ".join(map(str, range(100)))
+    >>> show_difference(long + ", 7", long + ", 8")
+    ('…, 97, 98, 99, 7', '…, 97, 98, 99, 8')
+    """
+    if max(len(one), len(two)) <= MOST_CHARACTERS:
+        return show_name(one), show_name(two)
+    alike = 0
+    for mine, theirs in zip(one, two, strict=False):
+        if mine != theirs:
+            break
+        alike += 1
+    start = max(alike - _ALIKE_SHOWN, 0)
+    return _excerpt(one, start), _excerpt(two, start)
+
+
+def _excerpt(text: str, start: int) -> str:
+    cut = text[start : start + MOST_CHARACTERS - 2]
+    before, after = "…" if start else "", "…" if start + len(cut) < len(text) else ""
+    return before + show_name(cut) + after
 
 
 def _show_items(value: list[object] | tuple[object, ...] | dict[object, object], depth: int) -> str:

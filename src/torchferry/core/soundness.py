@@ -16,18 +16,13 @@ from msgspec.msgpack import Encoder
 from torchferry.core.crowding import are_crowded
 from torchferry.core.figures import figure
 from torchferry.core.manifest import MAX_DIMS, Branch, Manifest, Special, TensorSpec
-from torchferry.core.tree import MAX_DEPTH
+from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, path_bytes
 from torchferry.errors import BadManifest
-
-MAX_PATH_BYTES = 1 << 29
-"""What the paths of all places of a tree may take together. One leaf may stand in many places, so that a
-tree's paths can be a thousand times as long as its frame."""
 
 _COUNTABLE = 2**63 - 1
 _ITEM_SIZES = frozenset({1, 2, 4, 8, 16})
 
 _KEYS = frozenset({type(None), bool, int, float, str, Special})
-_TEXTS = frozenset({str})
 _SALTED = frozenset({str, Special})
 
 _FEW_TENSORS = 2048
@@ -83,7 +78,8 @@ def _check_tree(manifest: Manifest, parts: list[int]) -> None:
         if place.depth > MAX_DEPTH:
             raise BadManifest(f"the tree is deeper than {MAX_DEPTH}")
         children = branch.children
-        key_bytes = _check_keys(index, branch)
+        _check_keys(index, branch)
+        key_bytes = path_bytes(branch)
         total_bytes += len(children) * (place.path_bytes + 8) + sum(key_bytes)
         if children and max(children) >= len(parts):
             raise BadManifest(f"branch {index} refers to a leaf that is not there")
@@ -108,11 +104,10 @@ def _adopt(places: list[_Place | None], child: int, parent: int, place: _Place) 
     places[~child] = place
 
 
-def _check_keys(index: int, branch: Branch) -> Sequence[int]:
-    """Check the keys of a branch, and give what each child's takes in a path."""
+def _check_keys(index: int, branch: Branch) -> None:
     keys, count = branch.keys, len(branch.children)
     if keys is None:
-        return (8,) * count
+        return
     if len(keys) != count:
         raise BadManifest(f"branch {index} has {len(keys)} keys for {count}")
     types = set(map(type, keys))
@@ -122,9 +117,6 @@ def _check_keys(index: int, branch: Branch) -> Sequence[int]:
         raise BadManifest(f"branch {index} has keys that were chosen to collide")
     if len(dict.fromkeys(keys)) != count:
         raise BadManifest(f"branch {index} has the same key twice")
-    if types <= _TEXTS:
-        return list(map(len, keys))  # type: ignore[arg-type]
-    return [len(key) if isinstance(key, str) else 8 for key in keys]
 
 
 def _check_tensors(tensors: Sequence[TensorSpec], storages: Sequence[int]) -> None:
@@ -145,7 +137,8 @@ def _check_tensors(tensors: Sequence[TensorSpec], storages: Sequence[int]) -> No
         raise BadManifest(f"tensor {owners.index(max(owners))} has a storage that is not there")
     if any(map(mod, offsets, map(itemgetter(2), figures))):
         number = next(n for n, spec in enumerate(tensors) if spec.offset % spec.itemsize)
-        raise BadManifest(f"tensor {number} has an offset that can't be")
+        offset, itemsize = tensors[number].offset, tensors[number].itemsize
+        raise BadManifest(f"tensor {number}: offset {offset} is not a multiple of item size {itemsize}")
     ends = list(map(add, offsets, map(spans.__getitem__, figures)))
     sizes = list(map(storages.__getitem__, owners))
     if any(map(gt, ends, sizes)):

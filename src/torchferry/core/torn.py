@@ -28,13 +28,13 @@ def truth(
     posted: int,
     verified: Collection[int],
     scratched: Collection[int],
-    kept: Collection[Path] | None = None,
+    paired: Collection[Path] | None = None,
 ) -> Truth:
-    """Say what a failed transfer did to each path that both sides have: those in `kept`.
+    """Say what a failed transfer did to each path that both sides have: those in `paired`.
 
     `posted` counts the chunks, from the first, whose memory may have been written to; `verified` has the
     numbers of those that arrived and were found right. The tensors in `scratched` are only copied to their
-    places when all is there, so they are not whole for having arrived. `kept` is None if it is all of them.
+    places when all is there, so they are not whole for having arrived. `paired` is None if it is all of them.
     """
     fates: dict[int, set[str]] = {}
     users = _users(plan.extents, manifest)
@@ -47,7 +47,7 @@ def truth(
     found: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
     for path, number in occurrences(manifest):
         parts = manifest.leaves[number].parts
-        if not parts or (kept is not None and path not in kept):
+        if not parts or (paired is not None and path not in paired):
             continue
         seen = set().union(*(fates.get(part, {"whole"}) for part in parts))
         found[seen.pop() if len(seen) == 1 else "torn"].append(format_path(path))

@@ -6,14 +6,21 @@ A path is the tuple of keys from the root. Two paths are the same place only if 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from torchferry.core.manifest import Branch, Manifest, Special, Value
-from torchferry.core.showing import MOST_CHARACTERS, show, show_name
+from torchferry.core.showing import MOST_CHARACTERS, show
 
 MAX_DEPTH = 256
 """Deeper trees are refused: no state dict comes near, and a cycle would never end."""
+
+MAX_PATH_BYTES = 1 << 29
+"""What the paths of all places of a tree may take together. One leaf may stand in many places, so that a
+tree's paths can be a thousand times as long as its frame."""
 
 Path = tuple[Value, ...]
 
@@ -45,6 +52,18 @@ def _places(manifest: Manifest) -> Iterator[tuple[Path, int]]:
             ((*path, key), grandchild)
             for key, grandchild in zip(reversed(keys), reversed(branch.children), strict=True)
         )
+
+
+def path_bytes(branch: Branch) -> Sequence[int]:
+    """Say what each child's key adds to its path, in bytes."""
+    if branch.keys is None:
+        return (8,) * len(branch.children)
+    if set(map(type, branch.keys)) <= _TEXTS:
+        return list(map(len, branch.keys))  # type: ignore[arg-type]
+    return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
+
+
+_TEXTS = frozenset({str})
 
 
 def keys_of(branch: Branch) -> Sequence[Value]:
@@ -97,27 +116,88 @@ def rebuild_places(
     return top[0]
 
 
+def merge(local: Manifest, incoming: Manifest) -> Manifest:
+    """Make a tree that has every place of both, in containers of the local kind where both have one.
+
+    Its leaves are the local ones by number, and 0 where only the incoming tree has one: to be told by path.
+    """
+    branches: list[Branch] = []
+    waiting: deque[tuple[int | None, int | None]] = deque()
+
+    def enter(ours: int | None, theirs: int | None) -> int:
+        child = theirs if ours is None else ours
+        if child is None or child >= 0:
+            return ours if ours is not None and ours >= 0 else 0
+        waiting.append((ours, theirs if theirs is not None and theirs < 0 else None))
+        return ~(len(branches) + len(waiting) - 1)
+
+    root = enter(local.root, incoming.root)
+    while waiting:
+        ours, theirs = waiting[0]
+        a = None if ours is None else local.branches[~ours]
+        b = None if theirs is None else incoming.branches[~theirs]
+        kind = a or b
+        assert kind is not None, "what is entered is a container of one side or both"
+        children: dict[Value, tuple[int | None, int | None]] = {}
+        for key, child in zip(keys_of(a), a.children, strict=True) if a else ():
+            children[key] = (child, None)
+        for key, child in zip(keys_of(b), b.children, strict=True) if b else ():
+            children[key] = (children.get(key, (None, None))[0], child)
+        if kind.keys is None and list(children) != list(range(len(children))) and b is not None:
+            # A list can't have these keys, so it is the other side's container.
+            kind = b
+        keys = None if kind.keys is None else tuple(children)
+        # Those that wait before this one are numbered already, and its own children follow them.
+        waiting.popleft()
+        branches.append(Branch(kind.kind, (), keys, kind.extra))
+        entered = tuple(enter(*pair) for pair in children.values())
+        branches[-1] = replace(branches[-1], children=entered)
+    return Manifest(root, tuple(branches), local.leaves, (), ())
+
+
 def path_of(manifest: Manifest, child: int) -> Path:
     """Give the first place where the leaf `child` stands, or for a negative one the branch ~child."""
     return next(path for path, found in _places(manifest) if found == child)
 
 
 def format_path(path: Sequence[Any]) -> str:
-    """Show a path the way people write one.
+    """Show a path the way people write one: string keys bare, all others in brackets.
 
-    >>> format_path(("model", "layers", 0, "weight"))
-    'model.layers.0.weight'
+    A string that could be taken for something else (a number, an index, nothing at all) is quoted.
+
+    >>> format_path(("model", "layers.0.weight")), format_path(("optim", "state", 0, "exp_avg"))
+    ('model.layers.0.weight', 'optim.state[0].exp_avg')
+    >>> format_path(("state", "0"))
+    "state['0']"
     >>> format_path(())
     '(the state itself)'
     """
     if not path:
         return "(the state itself)"
-    return ".".join(_format_key(key) for key in path)
+    return "".join(map(_format_key, path)).removeprefix(".")
 
 
 def _format_key(key: object) -> str:
     if isinstance(key, Special):
-        return f"<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>"
-    if isinstance(key, str):
-        return show_name(key)
-    return show(key)
+        return f"[<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>]"
+    if isinstance(key, str) and _is_bare(key):
+        return f".{key}"
+    return f"[{show(key)}]"
+
+
+_IN_BRACKETS = frozenset("[]'\"")
+
+
+def _is_bare(key: str) -> bool:
+    """Say whether a string key can be shown without quotes: short, printable, and not like an index."""
+    if not key or len(key) > MOST_CHARACTERS or not key.isprintable() or not _IN_BRACKETS.isdisjoint(key):
+        return False
+    return not (key[0] in "+-.0123456789" and _is_number(key))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -24,7 +24,7 @@ from torchferry.core.plan import (
     samples_of,
 )
 from torchferry.core.protocol import AHEAD_BYTES
-from torchferry.core.routes import Route, chain, relays
+from torchferry.core.routes import Route, chain
 from torchferry.core.seals import NONCE_BYTES
 from torchferry.core.torn import paths_of
 from torchferry.engine.digest import digest, digests
@@ -41,7 +41,7 @@ from torchferry.tensors.memory import CPU, gather, peek, run_of
 
 @dataclass(frozen=True)
 class Push:
-    """How a state is to be sent. `relay` forces or forbids that receivers forward to each other.
+    """How a state is to be sent. With `relay`, receivers forward it to each other.
 
     `if_unmet` is what to ask if nothing was heard of a peer by the deadline, with its rank in {peer}.
     """
@@ -50,7 +50,7 @@ class Push:
     max_metadata_bytes: int
     step: int | None = None
     rank: int = 0
-    relay: bool | None = None
+    relay: bool = False
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
     relay_chunk_bytes: int = RELAY_CHUNK_BYTES
@@ -258,7 +258,7 @@ def _plan(source: Description, terms: Push, receivers: int, recall: Recall) -> t
     """Give the plan, the size of its chunks, and whether receivers forward to each other."""
     try:
         plan = recall.plan(source.manifest, terms.chunk_bytes, pack_from=terms.pack_from)
-        relayed = relays(plan.payload_bytes, receivers, terms.relay)
+        relayed = terms.relay and receivers > 1
         short = terms.relay_chunk_bytes
         if relayed and short < terms.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
             return recall.plan(source.manifest, short, pack_from=terms.pack_from), short, relayed

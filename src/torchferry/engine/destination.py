@@ -8,19 +8,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from torchferry.core.codec import Envelope, Known, know
-from torchferry.core.compare import compare, tensor_pairs
+from torchferry.core.compare import Extra, compare, tensor_pairs
 from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Plan
 from torchferry.core.torn import Truth, truth
-from torchferry.core.tree import Path
+from torchferry.core.tree import Path, format_path
 from torchferry.engine.meter import Meter
 from torchferry.engine.recall import Recall
 from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
-from torchferry.tensors.assemble import Prepared, assemble_fresh, assemble_in_place, prepare
+from torchferry.tensors.assemble import (
+    Prepared,
+    Shape,
+    assemble_fresh,
+    assemble_in_place,
+    misfits,
+    prepare,
+    shape_in_place,
+)
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.fresh import Fresh, Layout
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import Site, look_at
 from torchferry.tensors.landing import Ground
 from torchferry.tensors.pages import HugePages
 
@@ -102,13 +110,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the payload goes, and what to make of it when it is there."""
+    """Where the payload goes, and what to make of it when it is there.
+
+    `paired` are the places that both states have, None if that is all of them; `dropped`, `fresh` and `kept`
+    are the paths that only one has, as a Report lists them.
+    """
 
     landings: Landings
     ground: Ground
     assemble: Callable[[], object]
     in_place: bool
-    kept: Collection[Path] | None = None
+    paired: Collection[Path] | None = None
+    dropped: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def fate(self, envelope: Envelope, plan: Plan, meter: Meter, error: BaseException) -> Truth:
         """Say what a failure did to the local state."""
@@ -120,53 +135,94 @@ class Destination:
             posted=len(plan.chunks) if meter.phase == "assemble" else meter.posted,
             verified=verified,
             scratched={pair.incoming for pair in self.landings.whole},
-            kept=self.kept,
+            paired=self.paired,
         )
 
 
-def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool) -> Destination:
+def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool, extra: Extra) -> Destination:
     """Find out where the payload goes: into new memory, or into the local state, if it fits.
 
     Raises:
         StateMismatch: it does not.
         PeerError: what arrives can't be built here.
+        StateError: there is not enough memory.
     """
-    site, local = target.site, target.description()
+    local = target.description()
     if local is None:
+        return _in_new_memory(manifest, plan, target)
+    return _in_place(manifest, plan, target, local, strict=strict, extra=extra)
+
+
+def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destination:
+    prepared = target.prepare(manifest)
+    if unfit := misfits(manifest, range(len(manifest.leaves)), target.site):
+        raise StateMismatch(unfit, hints=[_MISFIT_HINT])
+    fresh = Fresh(target.layout(manifest), HugePages(time.perf_counter))
+    # What goes straight where it belongs. The rest is made when it is there.
+    fresh.set_aside(plan.unpacked_storages())
+    return Destination(
+        LAND_ALIKE,
+        Ground(manifest, fresh),
+        lambda: assemble_fresh(prepared, fresh, target.site),
+        in_place=False,
+    )
+
+
+_MISFIT_HINT = (
+    "a shard is only received by a rank that has the same position in a mesh of the same shape: receive from "
+    "that rank's twin, pass such a mesh as mesh=, or send full_tensor()"
+)
+
+
+def _in_place(
+    manifest: Manifest, plan: Plan, target: Target, local: Description, *, strict: bool, extra: Extra
+) -> Destination:
+    site = target.site
+    if extra != "drop":
         prepared = target.prepare(manifest)
-        fresh = Fresh(target.layout(manifest), HugePages(time.perf_counter))
-        # What goes straight where it belongs. The rest is made when it is there.
-        fresh.set_aside(plan.unpacked_storages())
-        return Destination(
-            LAND_ALIKE,
-            Ground(manifest, fresh),
-            lambda: assemble_fresh(prepared, fresh, site),
-            in_place=False,
-        )
-    if strict:
-        prepared = target.prepare(manifest)
-    comparison = compare(manifest, local.manifest, strict=strict)
-    if comparison.mismatches:
-        raise StateMismatch(comparison.mismatches)
-    if not strict:
+    comparison = compare(manifest, local.manifest, look_at, strict=strict, extra=extra)
+    mismatches = list(comparison.mismatches)
+    fresh: set[int] = set()
+    if extra == "fresh":
+        fresh = {leaf for _, leaf in comparison.incoming_only} - {pair.incoming for pair in comparison.pairs}
+        mismatches += misfits(manifest, sorted(fresh), site)
+    if mismatches:
+        raise StateMismatch(mismatches, hints=comparison.hints)
+    if extra == "drop":
         # What is dropped may be of a kind that is not known here.
         matched = None if comparison.twins else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, site, only=matched)
+    shape = Shape(manifest, [])
     if comparison.twins:
         landings = LAND_ALIKE
         written: Collection[int] = range(len(local.tensors))
     else:
+        shape = shape_in_place(prepared, local.manifest, strict=strict, extra=extra)
         tensors = tensor_pairs(manifest, local.manifest, comparison.pairs)
-        landings = land_in_place(plan.extents, manifest, local.manifest, tensors)
+        alone = {part for leaf in fresh for part in manifest.leaves[leaf].parts}
+        landings = land_in_place(plan.extents, manifest, local.manifest, tensors, alone)
         written = {pair.local for pair in tensors}
     ground = Ground(manifest, None, local, written)
+    # Now, while there is nothing to be undone.
+    ground.set_aside(
+        {manifest.tensors[part].storage for leaf in fresh for part in manifest.leaves[leaf].parts}
+    )
 
     def assemble() -> object:
         ground.copy_whole(landings.whole)
-        return assemble_in_place(prepared, local, comparison, strict=strict)
+        return assemble_in_place(prepared, local, comparison, shape, site, ground.scratch)
 
-    kept = None if comparison.twins else {pair.path for pair in comparison.pairs}
-    return Destination(landings, ground, assemble, in_place=True, kept=kept)
+    extras = tuple(format_path(path) for path, _ in comparison.incoming_only)
+    return Destination(
+        landings,
+        ground,
+        assemble,
+        in_place=True,
+        paired=None if comparison.twins else {pair.path for pair in comparison.pairs},
+        dropped=extras if extra == "drop" else (),
+        fresh=extras if extra == "fresh" else (),
+        kept=tuple(format_path(path) for path, _ in comparison.local_only),
+    )
 
 
 def say_torn(error: BaseException, fate: Truth) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from torchferry.core.codec import Envelope, Known, decode, is_frame
+from torchferry.core.codec import Envelope, Known, decode, decode_refusal, is_frame
+from torchferry.core.compare import Extra
 from torchferry.core.extents import TooIntricate
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
-from torchferry.core.report import Report
+from torchferry.core.report import WAIT, Report
 from torchferry.core.routes import Route
 from torchferry.core.torn import paths_of
 from torchferry.core.watch import Rules
@@ -54,6 +55,7 @@ _LAST_WORD_S = 0.5
 class Pull:
     """How a state is to be received. `members` are the ranks that there are, if that is known.
 
+    `extra` says what to do with paths that only the peer has; None is "error" if `strict`, and "drop" if not.
     `if_unmet` is what to ask if nothing was heard of the peer by the deadline, with its rank in {peer}.
     """
 
@@ -64,6 +66,7 @@ class Pull:
     members: range | None = None
     target: Callable[[], object] | None = None
     strict: bool = True
+    extra: Extra | None = None
     site: Site = field(default_factory=Site)
     decode: Callable[[bytes, Known | None], Envelope] = decode
     window_bytes: int = WINDOW_BYTES
@@ -115,15 +118,23 @@ class _Transfer:
         with phases.phase("describe", peer):
             recall = self._group.recall("receive")
             target = Target(self._terms.target, self._terms.site, recall)
+        with self._group.header("receive", peer, phases.left_s):
+            self.at_rest = False
+            with phases.phase(WAIT, peer):
+                length = self._receive_length()
+            with phases.phase("receive metadata", peer):
+                frame = self._receive_frame(length)
         with phases.phase("receive metadata", peer):
-            frame = self._receive_frame()
+            self._stop_if_refused(frame)
             envelope = self._terms.decode(frame, target.known)
             plan = _plan(envelope, target)
             self._route = _route(envelope, peer, self._terms)
         with phases.phase("compare", peer), self._drained_on_refusal(envelope, plan):
             if self._terms.step is not None and envelope.step != self._terms.step:
                 raise StepMismatch(wanted=self._terms.step, got=envelope.step)
-            receiver = destination(envelope.manifest, plan, target, strict=self._terms.strict)
+            terms = self._terms
+            extra = terms.extra or ("error" if terms.strict else "drop")
+            receiver = destination(envelope.manifest, plan, target, strict=terms.strict, extra=extra)
             if is_frame(frame) and len(frame) <= MOST_FRAME_BYTES and recall.is_worth_keeping:
                 target.know(envelope.manifest)
                 self._group.remember("receive", recall)
@@ -141,7 +152,12 @@ class _Transfer:
             self._route.next,
             not_forwarded,
             None if self._route.source == peer else self._route.source,
+            envelope.step,
+            receiver.dropped,
+            receiver.fresh,
+            receiver.kept,
         )
+        _warn_of_gaps(report)
         return state, report
 
     def _assemble(self, envelope: Envelope, plan: Plan, receiver: Destination) -> object:
@@ -153,15 +169,30 @@ class _Transfer:
                 say_torn(error, receiver.fate(envelope, plan, Meter(self._peer, "assemble"), error))
             raise
 
-    def _receive_frame(self) -> bytes:
-        meter = Meter(self._peer, "receive metadata", met=False)
-        with self._group.header("receive", self._peer, self._phases.left_s):
-            self.at_rest = False
-            lane = Lane(meter, frame_steps(self._link, meter, self._terms.max_metadata_bytes))
-            self._run([lane])
-            if lane.error is not None:
-                ask_after_unmet(lane.error, meter, self._terms.if_unmet)
-            return _outcome(lane)
+    def _receive_length(self) -> int:
+        """Wait for the sender to begin. However long that takes, it has not stalled."""
+        meter = Meter(self._peer, WAIT, met=False)
+        lane = Lane(meter, length_steps(self._link, self._peer))
+        run_lanes(self._link, [lane], Rules(self._phases.deadline_s, None), self._runner)
+        if lane.error is not None:
+            ask_after_unmet(lane.error, meter, self._terms.if_unmet)
+        return _outcome(lane)
+
+    def _receive_frame(self, nbytes: int) -> bytes:
+        check_length(nbytes, self._terms.max_metadata_bytes)
+        lane = Lane(Meter(self._peer, "receive metadata"), frame_steps(self._link, self._peer, nbytes))
+        self._run([lane])
+        return _outcome(lane)
+
+    def _stop_if_refused(self, frame: bytes) -> None:
+        reason = decode_refusal(frame)
+        if reason is not None:
+            self.at_rest = True
+            raise PeerGaveUp(
+                f"rank {self._peer} refused to send its state, and nothing was received: {reason}",
+                culprit=self._peer,
+                peer=self._peer,
+            )
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:
         """Receive, and forward if that was asked for; say why the latter failed, if it did."""
@@ -315,21 +346,40 @@ def _route(envelope: Envelope, peer: int, terms: Pull) -> Route:
     return route
 
 
-def frame_steps(link: Link, meter: Meter, max_bytes: int) -> Steps[bytes]:
-    """Receive a length, check it, and receive the frame."""
+def length_steps(link: Link, peer: int) -> Steps[int]:
+    """Receive the length of a frame."""
     length = torch.zeros(1, dtype=torch.int64, device=link.device)
-    yield link.recv(length, meter.peer, LENGTH_TAG)
-    meter.meet()
-    nbytes = int(length.item())
-    check_length(nbytes, max_bytes)
+    yield link.recv(length, peer, LENGTH_TAG)
+    return int(length.item())
+
+
+def frame_steps(link: Link, peer: int, nbytes: int) -> Steps[bytes]:
+    """Receive a frame of a length that was checked."""
     # Zeroed, so that what is read never depends on what this memory held before.
     frame = bytearray(nbytes)
     host = torch.frombuffer(frame, dtype=torch.uint8)
     buffer = host if link.takes(host.device) else host.to(link.device)
-    yield link.recv(buffer, meter.peer, FRAME_TAG)
+    yield link.recv(buffer, peer, FRAME_TAG)
     if buffer is not host:
         host.copy_(buffer)
     return bytes(frame)
+
+
+_PATHS_SHOWN = 3
+
+
+def _warn_of_gaps(report: Report) -> None:
+    """Warn of paths that only one side has, once for a transfer: training may go on without them."""
+    said = [
+        f"{len(paths)} {what} ({', '.join(paths[:_PATHS_SHOWN])}{', …' if len(paths) > _PATHS_SHOWN else ''})"
+        for what, paths in (
+            ("paths that only the sender has were dropped", report.dropped),
+            ("paths that only the local state has were left as they were", report.kept),
+        )
+        if paths
+    ]
+    if said:
+        logger.warning("received from rank %d in place, but not all: %s", report.peers[0], "; ".join(said))
 
 
 def _plan(envelope: Envelope, target: Target) -> Plan:

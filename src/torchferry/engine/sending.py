@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchferry.core.codec import encode_refusal
 from torchferry.core.plan import Message
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
 from torchferry.core.report import Report
@@ -14,7 +15,7 @@ from torchferry.core.watch import Rules
 from torchferry.engine.cargo import Cargo, Push, check_frame, load_cargo
 from torchferry.engine.farewell import say_farewell
 from torchferry.engine.group import Group
-from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter, ask_after_unmet, note_progress
 from torchferry.engine.phases import Phases
 from torchferry.engine.staging import Staging
@@ -32,13 +33,13 @@ from torchferry.links.base import Link
 
 
 def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group | None = None) -> Report:
-    """Send a state to every peer. Nothing is sent before all of it is known to be sendable.
+    """Send a state to every peer. Nothing of it is sent before all of it is known to be sendable.
 
     Returns once the link has taken every byte, which does not say that the peers have them. A peer that is
     slow or dead holds up nobody but itself, unless the others get the state through it.
 
     Raises:
-        Unsendable: something in the state can't travel; nothing was sent.
+        Unsendable: something in the state can't travel; the peers are told, and got nothing of it.
         StateChanged: the state was changed meanwhile; no receiver accepts a mixture.
         LinkError: the only peer could not be reached, or not in time.
         SendFailed: the same for some or all of several peers.
@@ -48,15 +49,19 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     group.check()
     runner = terms.runner()
     phases = Phases("send", terms.timeout_s, runner.now_s)
-    with phases.phase("describe"):
-        cargo = load_cargo(link, peers, state, terms, group)
-        frames = {peer: check_frame(cargo.frame(peer), terms) for peer in peers}
-        if not phases.left_s():
-            raise LinkTimeout(
-                "describing the state took all the time there was, and nothing was sent: "
-                f"0 of {cargo.plan.payload_bytes:,} bytes done",
-                peer=peers[0] if len(peers) == 1 else None,
-            )
+    try:
+        with phases.phase("describe"):
+            cargo = load_cargo(link, peers, state, terms, group)
+            frames = {peer: check_frame(cargo.frame(peer), terms) for peer in peers}
+            if not phases.left_s():
+                raise LinkTimeout(
+                    "describing the state took all the time there was, and nothing was sent: "
+                    f"0 of {cargo.plan.payload_bytes:,} bytes done",
+                    peer=peers[0] if len(peers) == 1 else None,
+                )
+    except BaseException as error:
+        _refuse(link, peers, error, group, runner)
+        raise
     with phases.phase("send tensors"):
         lanes = []
         for peer in peers:
@@ -75,6 +80,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
         max(map(len, frames.values()), default=0),
         len(cargo.plan.messages),
         dict(phases.seconds),
+        step=terms.step,
     )
 
 
@@ -89,16 +95,54 @@ def send_steps(
 ) -> Steps[None]:
     """Send the frame to one peer, and the payload if it gets that from here."""
     window = Window(cargo.window_bytes, cargo.in_place_window_bytes)
-    length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
-    frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
-    with group.header("send", peer, left_s):
-        window.add(link.send(length, peer, LENGTH_TAG), 0)
-        window.add(link.send(frame, peer, FRAME_TAG), len(data), meter.meet)
+    _send_header(link, data, meter, window, group, left_s)
     staging = group.staging(link.device, pinned=not cargo.source.is_all_cpu)
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window, staging)
     yield from window.finish()
     group.keep(staging)
+
+
+def _send_header(
+    link: Link, data: bytes, meter: Meter, window: Window, group: Group, left_s: Callable[[], float]
+) -> None:
+    """Start to send the length of a frame, and the frame."""
+    length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
+    frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
+    with group.header("send", meter.peer, left_s):
+        window.add(link.send(length, meter.peer, LENGTH_TAG), 0)
+        window.add(link.send(frame, meter.peer, FRAME_TAG), len(data), meter.meet)
+
+
+_REFUSAL_S = 0.5
+"""How long a sender that refuses waits for its receivers to take the refusal. One that comes later takes it
+then: the messages stay with the link."""
+
+_NEVER_S = 1e9
+
+
+def _refuse(link: Link, peers: Sequence[int], error: BaseException, group: Group, runner: Runner) -> None:
+    """Tell every peer that no state will come, and why, so that none waits for its timeout.
+
+    Nothing is broken by that: the next transfer follows in order. So no wait may expire, for a backend closes
+    its connections then.
+    """
+    reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+    data = encode_refusal(reason)
+    ends_s = runner.now_s() + _REFUSAL_S
+    lanes = []
+    for peer in peers:
+        meter = Meter(peer, "describe", met=False)
+        lane = Lane(meter, _refusal_steps(link, data, meter, group))
+        lane.ends_s = ends_s
+        lanes.append(lane)
+    run_lanes(link, lanes, Rules(runner.now_s() + _NEVER_S, None), runner)
+
+
+def _refusal_steps(link: Link, data: bytes, meter: Meter, group: Group) -> Steps[None]:
+    window = Window(len(data))
+    _send_header(link, data, meter, window, group, lambda: _REFUSAL_S)
+    yield from window.finish()
 
 
 def _payload_steps(

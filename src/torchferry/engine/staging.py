@@ -41,7 +41,7 @@ class Staging:
         if self.pinned:
             # Not every accelerator has it, and there is only so much of it.
             with suppress(RuntimeError):
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give_back(self, buffer: torch.Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 
 from torchferry.core.protocol import PROBE_TAG
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
+from torchferry.torch_internals import backend_name, backend_of
 
 T = TypeVar("T")
 
@@ -34,7 +34,11 @@ class ProcessGroupLink:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._is_gloo = _backend_name(group, device) == "gloo"
+
+    @property
+    def _is_gloo(self) -> bool:
+        # Asked each time: a wrapper may be given another group.
+        return backend_name(backend_of(innermost(self._group), self._device)) == "gloo"
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +82,7 @@ class ProcessGroupLink:
             LinkBroken: the connection is gone.
         """
         if self._is_gloo:
-            self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG)
+            self._probe(peer)
 
     def break_off(self, peer: int) -> None:
         """Let a wait time out: gloo then closes every connection of this rank in this group.
@@ -87,7 +91,13 @@ class ProcessGroupLink:
         """
         if self._is_gloo:
             with suppress(LinkError):
-                self.recv(torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG).wait(_SHORTEST_WAIT_S)
+                self._probe(peer).wait(_SHORTEST_WAIT_S)
+
+    def _probe(self, peer: int) -> Work:
+        # Behind all wrappers: one that swallows errors, or reports them, is not to see this one.
+        buffer = torch.empty(1, dtype=torch.uint8, device=self._device)
+        work = _translated(lambda: innermost(self._group).recv([buffer], peer, PROBE_TAG), peer)
+        return Work(work, peer, buffer, "answer")
 
 
 class Work:
@@ -113,20 +123,66 @@ class Work:
         _translated(lambda: self._work.wait(timeout), self._peer, self._wanted)
 
 
-def backend_of(group: Any, device: torch.device) -> Any:
-    """Give what moves a group's messages on a device: its backend, if it is one of torch's groups."""
-    if not isinstance(group, dist.ProcessGroup):
-        return group
-    try:
-        return group._get_backend(device)
-    except RuntimeError:
-        return group
+_MOST_WRAPPERS = 16
 
 
-def _backend_name(group: Any, device: torch.device) -> str | None:
-    """Find out what a group runs on; None if it is not one of torch's own."""
-    backend = backend_of(group, device)
-    return str(backend.name()) if isinstance(backend, Backend) else None
+def innermost(group: Any) -> Any:
+    """Look behind wrappers such as torchft's for the group that moves the messages.
+
+    A wrapper is a ProcessGroup of another library that has one as its `parent`, or as its `_pg`.
+    """
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(group, dist.ProcessGroup) or _is_torchs(group):
+            break
+        try:
+            inner = group.parent  # type: ignore[attr-defined]
+        except (AttributeError, AssertionError):
+            inner = getattr(group, "_pg", None)
+        if not isinstance(inner, dist.ProcessGroup):
+            break
+        group = inner
+    return group
+
+
+def rank_in(group: Any) -> int | None:
+    """Give this process's rank in a group; None if the group can't say."""
+    group = innermost(group)
+    return None if _claims_nothing(group, "rank") else _number(group, "rank")
+
+
+def size_of(group: Any) -> int | None:
+    """Give the number of ranks of a group; None if the group can't say."""
+    group = innermost(group)
+    return None if _claims_nothing(group, "size") else _number(group, "size")
+
+
+def is_lasting(group: Any) -> bool:
+    """Say whether a group, once broken, stays so, as torch's own do.
+
+    Wrappers of other libraries may put a new group behind the same object, and then all is well again.
+    """
+    return _is_torchs(group)
+
+
+def _is_torchs(group: Any) -> bool:
+    return type(group).__module__.partition(".")[0] == "torch"
+
+
+def _claims_nothing(group: Any, name: str) -> bool:
+    """Say whether what a group says of itself is only what torch's base class was told: rank 0 of 1.
+
+    Wrappers tell it that when they do not know any better, and no group of one has a peer.
+    """
+    if not isinstance(group, dist.ProcessGroup) or _is_torchs(group):
+        return False
+    is_base_s = getattr(type(group), name) is getattr(dist.ProcessGroup, name)
+    return is_base_s and dist.ProcessGroup.size(group) == 1
+
+
+def _number(group: Any, name: str) -> int | None:
+    method = getattr(group, name, None)
+    value = method() if callable(method) else None
+    return value if isinstance(value, int) else None
 
 
 def _translated(call: Callable[[], T], peer: int, wanted: str = "answer") -> T:
@@ -146,7 +202,7 @@ def _translated(call: Callable[[], T], peer: int, wanted: str = "answer") -> T:
             raise LinkTimeout(f"rank {peer} did not {wanted} in time ({text})", peer=peer) from error
         raise LinkBroken(
             f"the connection to rank {peer} is gone ({text}); this process group can't be used with it "
-            "any more: make a new one among the living",
+            f"any more: create a new process group without rank {peer}",
             peer=peer,
         ) from error
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import torch
-from torch.utils._pytree import KeyPath, TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from torchferry.core.codec import Envelope
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
@@ -21,6 +21,7 @@ from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import dtype_name
 from torchferry.tensors.values import to_wire
+from torchferry.torch_internals import pytree
 
 _UNCUT = 2**62
 """A chunk size that no storage reaches: the ancestor never cuts one."""
@@ -41,8 +42,8 @@ class AncestorTensorMeta:
 class AncestorStateMeta:
     """A state: its tree, the path of each leaf, and each leaf, tensors as AncestorTensorMeta."""
 
-    treespec: TreeSpec
-    paths: list[KeyPath]
+    treespec: Any
+    paths: list[Any]
     non_tensor_leaves: list[object]
 
 
@@ -74,7 +75,7 @@ def describe_state(state_dict: object, device: torch.device) -> tuple[AncestorSt
 
     `device` is part of the contract and makes no difference to the description.
     """
-    found, treespec = tree_flatten_with_path(state_dict)
+    found, treespec = pytree().tree_flatten_with_path(state_dict)
     leaves: list[object] = []
     storages: list[torch.Tensor] = []
     for _, value in found:
@@ -96,7 +97,7 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
     """
     leaves = meta.non_tensor_leaves
     # A tree of numbers: where number n comes out, leaf n belongs.
-    tree = describe(tree_unflatten(list(range(len(leaves))), meta.treespec)).manifest
+    tree = describe(pytree().tree_unflatten(list(range(len(leaves))), meta.treespec)).manifest
     tensors: list[TensorSpec] = []
     storages: list[int] = []
     carried: list[Leaf] = []

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchferry.core.compare import Extra
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.core.report import Report
 from torchferry.engine import Pull, Push, group_of, pull, push
 from torchferry.errors import BadArgument
-from torchferry.links.process_group import ProcessGroupLink, backend_of
+from torchferry.links.process_group import ProcessGroupLink, is_lasting, rank_in, size_of
 from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
 from torchferry.tensors.kinds import Site
+from torchferry.torch_internals import backend_of
 
 
 class PGTransport:
@@ -34,21 +37,27 @@ class PGTransport:
             of the state that it returns; the received state holds those very tensors. What is not a tensor
             (a step count, a learning rate) is only in the state that is returned: load that. Without
             `state_dict`, received tensors are fresh and on the CPU.
-        strict: with `state_dict`, whether both sides must have the same paths. If not, paths that only
-            the peer has are dropped, those that only this side has are left alone, and the received
-            state is this side's own with all that matched in it.
-        stall_timeout: give up a peer when no message to or from it completes for so long; none by default.
+        strict: with `state_dict`, whether both sides must have the same paths. If not, those that only this
+            side has are left alone, and those that only the peer has are dropped, unless `extra` says
+            otherwise; the received state is this side's own with all that matched in it. What was dropped and
+            kept is in `last_report` and in one WARNING. If nothing matches at all, it is a StateMismatch.
+        extra: with `state_dict`, what to do with paths that only the peer has: "error" (as with `strict`),
+            "drop" (as without), or "fresh": what matches is written, and the rest is in the received state as
+            fresh tensors on the CPU. That is for a new worker whose optimizer has no moments yet: load what
+            `recv_checkpoint` returns.
+        stall_timeout: give up a peer when no message to or from it completes for so long; none by default. A
+            receiver counts from the sender's first message on: waiting for it to begin is no stall.
         verify: check every byte that arrives against a digest of what the sender read. Switching it off on
             the sender leaves nothing to check, on the receiver only saves it the work.
         allow_pickle: let values outside the closed set travel pickled; needed on both sides. A pickle can
             run anything, so only for peers that are trusted as much as oneself.
-        mesh: what DTensors are bound to that are received fresh, if their own mesh has the same shape, or
-            the same names and shape as a slice of it.
+        mesh: what DTensors are bound to that are received fresh: their own mesh must have the same shape, or
+            the same names and shape as a slice of it, and their shards this rank's position in it.
         max_metadata_bytes: the most metadata that is sent or accepted. Decoded it takes more: some eleven
             times its length, and up to sixty times if a peer makes it for that.
         relay: whether receivers pass the state on to each other, in the order of `dst_ranks`, so that this
-            side's line carries it once and not once for each. By itself it is done for large states and four
-            receivers or more; then a receiver that is lost takes those after it with it. Only asked of the
+            side's line carries it once and not once for each. A receiver that is lost takes those after it
+            with it, and a send that returns only says that the first has taken the bytes. Only asked of the
             sender.
 
     Raises:
@@ -66,12 +75,13 @@ class PGTransport:
         state_dict: Callable[[], object] | None = None,
         *,
         strict: bool = True,
+        extra: Extra | None = None,
         stall_timeout: timedelta | float | None = None,
         verify: bool = True,
         allow_pickle: bool = False,
         mesh: DeviceMesh | None = None,
         max_metadata_bytes: int = MAX_METADATA_BYTES,
-        relay: bool | None = None,
+        relay: bool = False,
     ) -> None:
         self.last_report: Report | None = None
         self._pg = _group(pg)
@@ -80,11 +90,12 @@ class PGTransport:
         self._verify = _flag(verify, "verify")
         device = _device(device)
         within = partial(backend_of, device=device)
-        self._group = group_of(pg, within=within, lasting=_is_torchs_own(pg))
+        self._group = group_of(pg, within=within, lasting=is_lasting(pg))
         self._link = ProcessGroupLink(pg, device)
         self._state_dict = _state_function(state_dict)
         self._strict = _flag(strict, "strict")
-        self._relay = None if relay is None else _flag(relay, "relay")
+        self._extra = _extra(extra)
+        self._relay = _flag(relay, "relay")
         self._max_metadata_bytes = _most_bytes(max_metadata_bytes)
         self._pickle = dump_leaf if _flag(allow_pickle, "allow_pickle") else None
         self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
@@ -99,7 +110,7 @@ class PGTransport:
 
         Raises:
             BadArgument: a rank that is not another member of the group (also a ValueError).
-            Unsendable: something in the state can't travel; nothing was sent.
+            Unsendable: something in the state can't travel; the receivers are told, with PeerGaveUp.
             StateChanged: the state was changed meanwhile; no receiver accepts a mixture.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the receiver is gone (also a ConnectionError).
@@ -117,7 +128,7 @@ class PGTransport:
             self._timeout_s,
             self._max_metadata_bytes,
             step=_step(step),
-            rank=_number(self._pg, "rank") or 0,
+            rank=rank_in(self._pg) or 0,
             relay=self._relay,
             pickle=self._pickle,
             stall_s=self._stall_s,
@@ -144,15 +155,16 @@ class PGTransport:
             GroupBroken: an earlier transfer failed on this group, which must be rebuilt.
         """
         self.last_report = None
-        size = _number(self._pg, "size")
+        size = size_of(self._pg)
         terms = Pull(
             self._timeout_s,
             self._max_metadata_bytes,
             step=_step(step),
-            rank=_number(self._pg, "rank"),
+            rank=rank_in(self._pg),
             members=None if size is None else range(size),
             target=self._state_dict,
             strict=self._strict,
+            extra=self._extra,
             site=self._site,
             decode=self._decode,
             stall_s=self._stall_s,
@@ -166,7 +178,7 @@ class PGTransport:
         """Check a rank as far as the group lets it be checked."""
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise BadArgument(f"a rank is an int, not {rank!r}")
-        own, size = _number(self._pg, "rank"), _number(self._pg, "size")
+        own, size = rank_in(self._pg), size_of(self._pg)
         if size is not None and not 0 <= rank < size:
             raise BadArgument(
                 f"rank {rank} is not in the group, which has ranks 0 to {size - 1}. These are ranks in "
@@ -179,17 +191,15 @@ class PGTransport:
         return rank
 
 
-def _number(group: Any, name: str) -> int | None:
-    """Ask the group for its size or rank; None if it can't say."""
-    method = getattr(group, name, None)
-    value = method() if callable(method) else None
-    return value if isinstance(value, int) else None
-
-
 def _group(pg: Any) -> Any:
     if pg is None:
         raise BadArgument(
             "no process group: torch.distributed.group.WORLD is None before init_process_group was called"
+        )
+    if isinstance(pg, int) and pg == dist.GroupMember.NON_GROUP_MEMBER:
+        raise BadArgument(
+            "this process is not a member of the group: torch.distributed.new_group gives such a process "
+            "GroupMember.NON_GROUP_MEMBER instead of a group. Only its members can send and receive on it"
         )
     if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
         raise BadArgument(f"pg must be a process group, not {pg!r}")
@@ -212,6 +222,13 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
+def _extra(extra: Any) -> Extra | None:
+    if extra not in (None, *get_args(Extra)):
+        choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
+        raise BadArgument(f"extra must be one of {choices}, not {extra!r}")
+    return extra  # type: ignore[no-any-return]
+
+
 def _most_bytes(nbytes: Any) -> int:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         raise BadArgument(f"max_metadata_bytes must be a number of bytes, not {nbytes!r}")
@@ -228,14 +245,6 @@ def _seconds(timeout: timedelta | float, name: str) -> float:
     if not 0 < seconds <= timedelta.max.total_seconds():
         raise BadArgument(f"{name} must be above 0 and finite, not {timeout!r}: nothing waits for ever")
     return seconds
-
-
-def _is_torchs_own(group: Any) -> bool:
-    """Say whether a group is one of torch's, which once broken stays so.
-
-    Wrappers of other libraries may put a new group behind the same object, and then all is well again.
-    """
-    return type(group).__module__.partition(".")[0] == "torch"
 
 
 def _device(device: torch.device | str) -> torch.device:

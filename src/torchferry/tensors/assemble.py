@@ -6,21 +6,21 @@ only what the payload says can be wrong: sparse indices that point nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from torchferry.core.compare import Comparison
+from torchferry.core.compare import Comparison, Extra
 from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
-from torchferry.core.tree import Path, format_path, occurrences, path_of, rebuild, rebuild_places
-from torchferry.errors import BadManifest, FerryError, PickleRefused
+from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
+from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused
 from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Fresh
-from torchferry.tensors.kinds import Site, check_form, kind_named
+from torchferry.tensors.kinds import Misfit, Site, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
-from torchferry.tensors.memory import check_dtype, tensor_over
+from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
 
 P = ParamSpec("P")
@@ -158,13 +158,60 @@ def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
         raise BadManifest(f"a {what} that can't be put together: {said}") from None
 
 
+class Shape(NamedTuple):
+    """The tree of the state that a receiver gets back, and its containers, which can all be built."""
+
+    manifest: Manifest
+    containers: list[Container]
+
+
+def shape_in_place(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Shape:
+    """Decide on the tree of a state that was received in place.
+
+    It is the incoming one, if nothing of that is dropped and the local one has nothing more; the local one,
+    if nothing is added to that; and else a tree with all that either has.
+
+    Raises:
+        PeerError: what both have together can't be built.
+    """
+    if extra == "drop" or (extra == "error" and not strict):
+        return Shape(local, _containers(local))
+    if strict:
+        return Shape(prepared.manifest, prepared.containers)
+    merged = merge(local, prepared.manifest)
+    return Shape(merged, _containers(merged))
+
+
+def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
+    """List the leaves that can't be rebuilt in this process as what they are, such as other ranks' shards."""
+    found: dict[int, Misfit] = {}
+    for number in numbers:
+        leaf = manifest.leaves[number]
+        if leaf.kind != DENSE.name and leaf.parts:
+            misfit = kind_named(leaf.kind).misfit(leaf, site)
+            if misfit is not None:
+                found[number] = misfit
+    if not found:
+        return []
+    return [
+        Mismatch(format_path(path), *found[number])
+        for path, number in occurrences(manifest)
+        if number in found
+    ]
+
+
 def assemble_in_place(
-    prepared: Prepared, target: Description, comparison: Comparison, *, strict: bool
+    prepared: Prepared,
+    target: Description,
+    comparison: Comparison,
+    shape: Shape,
+    site: Site,
+    memory_of: Callable[[int], Memory],
 ) -> object:
     """Build the state that arrived around the local tensors that took its bytes.
 
-    With `strict` the tree is the incoming one. Otherwise it is the local one, in which every leaf that has
-    arrived is replaced and every other is left as it was.
+    Every leaf of the shape that has arrived is replaced, and every other is the local one. `memory_of` gives
+    the memory of incoming storages, for what has no local tensor.
 
     Raises:
         PeerError: what was written can't be what it is said to be; names its path.
@@ -177,10 +224,32 @@ def assemble_in_place(
                 values[number] = _arrived(prepared, target, number, number)
         return rebuild(prepared.manifest, values, _builder(prepared.containers))
     arrived = {pair.path: _arrived(prepared, target, pair.incoming, pair.local) for pair in comparison.pairs}
-    shape = prepared.manifest if strict else target.manifest
-    containers = prepared.containers if strict else [Container(branch) for branch in shape.branches]
-    placed = (arrived[path] if path in arrived else target.values[leaf] for path, leaf in occurrences(shape))
-    return rebuild_places(shape, placed, _builder(containers))
+    # A leaf that stands in a place of the local state as well is the same object in both.
+    built = {pair.incoming: arrived[pair.path] for pair in reversed(comparison.pairs)}
+    wanted = {path for path, _ in occurrences(shape.manifest)}
+    for path, number in comparison.incoming_only:
+        if path in wanted:
+            if number not in built:
+                built[number] = _built_fresh(prepared, number, site, memory_of)
+            arrived[path] = built[number]
+    placed = (
+        arrived[path] if path in arrived else target.values[leaf]
+        for path, leaf in occurrences(shape.manifest)
+    )
+    return rebuild_places(shape.manifest, placed, _builder(shape.containers))
+
+
+def _built_fresh(prepared: Prepared, number: int, site: Site, memory_of: Callable[[int], Memory]) -> object:
+    if number in prepared.values:
+        return prepared.values[number]
+    manifest = prepared.manifest
+    leaf = manifest.leaves[number]
+    specs = [manifest.tensors[part] for part in leaf.parts]
+    try:
+        parts = [_made("tensor", tensor_over, memory_of(spec.storage), spec) for spec in specs]
+        return _made(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site)
+    except FerryError as error:
+        raise _at(path_of(manifest, number), error) from None
 
 
 def _arrived(prepared: Prepared, target: Description, incoming: int, local: int) -> object:

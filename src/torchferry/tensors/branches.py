@@ -10,13 +10,15 @@ import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torchferry.core.manifest import Branch, Value
 from torchferry.core.showing import MOST_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import registry
-from torchferry.tensors.values import distinct, from_wire, set_attributes, to_wire
+from torchferry.tensors.values import can_travel, distinct, from_wire, set_attributes, to_wire
+
+T = TypeVar("T")
 
 _FACTORIES: dict[str, type] = {
     cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
@@ -117,7 +119,13 @@ def _open_mapping(name: str, extra: Callable[[Any], Value]) -> Callable[[Any], O
 def _attributes(value: Any) -> Value:
     """Carry what is set on the container itself, such as a state dict's `_metadata`."""
     attributes = vars(value)
-    return to_wire(attributes) if attributes else None
+    if not attributes:
+        return None
+    try:
+        return to_wire(attributes)
+    except Unsendable as error:
+        named = next((name for name in attributes if not can_travel(attributes[name])), None)
+        raise Unsendable(f"in its attribute {named}, {error.what}") from None
 
 
 def _set_attributes(built: object, extra: Value) -> None:
@@ -166,12 +174,15 @@ def _build_deque(children: list[object], maxlen: Value) -> object:
     return deque(children, maxlen)
 
 
+_ITEMS = "<items>"
+"""Where a dataclass that is also a dict or list has its items: no field can have that name."""
+
+
 def _open_fields(kind: str) -> Callable[[Any], Opened]:
     def take_apart(value: Any) -> Opened:
         cls = type(value)
         fields = field_names(cls)
-        held = getattr(value, "__dict__", {})
-        if unknown := [name for name in held if name not in fields]:
+        if unknown := [name for name in _attribute_names(value) if name not in fields]:
             raise Unsendable(
                 f"a {registry.name_of(cls)} has attributes beside its fields ({', '.join(unknown)}), "
                 "which would be lost: remove them, or make them fields"
@@ -182,9 +193,48 @@ def _open_fields(kind: str) -> Callable[[Any], Opened]:
             raise Unsendable(
                 f"a {registry.name_of(cls)} has fields that were never set ({', '.join(unset)}): set them"
             )
-        return Opened(kind, fields, [getattr(value, name) for name in fields], registry.name_of(cls))
+        children = [getattr(value, name) for name in fields]
+        base = _items_base(cls)
+        if base is None:
+            return Opened(kind, fields, children, registry.name_of(cls))
+        items = list(base.__iter__(value)) if base is list else dict(base.items(value))
+        return Opened(kind, (*fields, _ITEMS), [*children, items], registry.name_of(cls))
 
     return take_apart
+
+
+def _attribute_names(value: object) -> list[str]:
+    """List what is set on an object itself, in its dict and in the slots of its class and its bases."""
+    names = list(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{cls.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, mangled):
+                names.append(mangled)
+    return names
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def _items_base(cls: type) -> Any:
+    """Say which container a dataclass also is: dict, OrderedDict or list; None for a plain one.
+
+    Raises:
+        Unsendable: another built-in type, which can't be made from fields.
+    """
+    for base in (OrderedDict, dict, list):
+        if issubclass(cls, base):
+            return base
+    try:
+        object.__new__(cls)
+    except TypeError as error:
+        raise Unsendable(
+            f"a {registry.name_of(cls)} can't be rebuilt from its fields ({error}): convert it to a dict"
+        ) from None
+    return None
 
 
 def field_names(cls: type) -> tuple[str, ...]:
@@ -197,20 +247,42 @@ def field_names(cls: type) -> tuple[str, ...]:
 def _build_fields(keys: list[Any], children: list[object], extra: Value) -> object:
     cls = registry.look_up(extra)  # type: ignore[arg-type]
     fields = field_names(cls)
-    if tuple(keys) != fields:
+    is_tuple = registry.is_namedtuple(cls)
+    base = None if is_tuple else _items_base(cls)
+    if tuple(keys) != (fields if base is None else (*fields, _ITEMS)):
         theirs = ", ".join(show_name(str(key)) for key in keys[:_FIELDS_SHOWN])
         raise UnknownType(
             f"{extra} has the fields {', '.join(fields)} here and {theirs} at the peer: "
             "run the same code on both sides"
         )
-    if len(children) != len(fields):
-        raise ValueError(f"{len(children)} values for {len(fields)} fields")
-    if registry.is_namedtuple(cls):
+    if len(children) != len(keys):
+        raise ValueError(f"{len(children)} values for {len(keys)} fields")
+    if is_tuple:
         return tuple.__new__(cls, children)
-    built: object = object.__new__(cls)
-    for name, child in zip(fields, children, strict=True):
+    built: Any = (base or object).__new__(cls)
+    for name, child in zip(fields, children[: len(fields)], strict=True):
         object.__setattr__(built, name, child)
+    if base is not None:
+        _fill(built, base, children[-1])
     return built
+
+
+def _fill(built: Any, base: Any, items: object) -> None:
+    """Put items into a dataclass that is also a container, without calling any method of its own."""
+    if items is None:
+        # A placeholder, while it is only tried whether it could be built.
+        return
+    if base is list:
+        list.extend(built, _of(list, items))
+    else:
+        for key, value in _of(dict, items).items():
+            base.__setitem__(built, key, value)
+
+
+def _of(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__qualname__} for the items of a {kind.__qualname__}")
+    return value
 
 
 _NAMEDTUPLE = BranchKind("namedtuple", _open_fields("namedtuple"), _build_fields)

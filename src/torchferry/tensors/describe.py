@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
-from torchferry.core.tree import MAX_DEPTH, format_path
+from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
 from torchferry.tensors.branches import open_branch
 from torchferry.tensors.kinds import kind_of
@@ -23,6 +23,8 @@ from torchferry.tensors.looks import PLAIN, Looks, OddTensor, Sight
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import StorageTable, Traces
 from torchferry.tensors.values import to_wire
+from torchferry.tensors.writable import READ_ONLY, holds_tensors, read_only, why_not_written
+from torchferry.torch_internals import UNCOUNTED, versions_of
 
 
 @dataclass(frozen=True)
@@ -47,26 +49,11 @@ class Description:
 
     def changed_tensors(self) -> list[int]:
         """List the tensors that torch has written to since they were described."""
-        now = _versions(self.tensors)
+        now = versions_of(self.tensors)
         if now == self.versions:
             return []
         pairs = enumerate(zip(now, self.versions, strict=True))
         return [number for number, (version, earlier) in pairs if version != earlier]
-
-
-_UNCOUNTED = -1
-
-
-def _version(tensor: torch.Tensor) -> int:
-    # Inference tensors do not count their versions.
-    return _UNCOUNTED if tensor.is_inference() else tensor._version
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [_version(tensor) for tensor in tensors]
 
 
 def describe(
@@ -86,33 +73,41 @@ def describe(
 def describe_target(state: object, *, traces: Traces | None = None) -> Description:
     """Describe a local state that is to be written in place.
 
-    What can't be described becomes an opaque leaf, and what can't be written a kind of its own: both only
-    matter if something arrives at their path.
+    What can't be described, and what can't be written, becomes an opaque leaf that says why: it only matters
+    if something arrives at its path.
     """
-
-    def opaque(value: object, error: Unsendable) -> Leaf:
-        return Leaf(OPAQUE)
-
-    found = _describe(state, opaque, traces)
-    if not found.uncounted:
-        # No ndarrays in it.
+    found = _describe(state, _opaque, traces)
+    tensors, leaves = found.manifest.tensors, found.manifest.leaves
+    unwritable = set(read_only(found.memories))
+    if not unwritable and not found.uncounted:
+        # All memory can be written, and there is no ndarray that says otherwise.
         return found
-    leaves = tuple(
-        _if_writable(leaf) if leaf.kind == NDARRAY.name else leaf for leaf in found.manifest.leaves
+    checked = tuple(
+        Leaf(OPAQUE, fixed=f"{leaf.kind} {READ_ONLY}")
+        if (leaf.kind == NDARRAY.name and not leaf.traits)
+        or any(tensors[part].storage in unwritable for part in leaf.parts)
+        else leaf
+        for leaf in leaves
     )
-    return replace(found, manifest=msgspec.structs.replace(found.manifest, leaves=leaves))
+    return replace(found, manifest=msgspec.structs.replace(found.manifest, leaves=checked))
 
 
-def _if_writable(leaf: Leaf) -> Leaf:
-    return leaf if leaf.traits else msgspec.structs.replace(leaf, kind=f"read-only {leaf.kind}")
+def _opaque(value: object, error: Unsendable) -> Leaf:
+    return Leaf(OPAQUE, fixed=why_not_written(value), traits=f"a {type(value).__qualname__}")
 
 
 def _describe(state: object, otherwise: _Otherwise, traces: Traces | None) -> Description:
     traces = traces or Traces()
     try:
-        return _Describer(otherwise, traces, careful=False).run(state)
-    except OddTensor:
-        return _Describer(otherwise, traces, careful=True).run(state)
+        try:
+            return _Describer(otherwise, traces, careful=False).run(state)
+        except OddTensor:
+            return _Describer(otherwise, traces, careful=True).run(state)
+    except RecursionError:
+        raise Unsendable(
+            "the state is nested deeper than Python's stack allows here: flatten it, or call from less deep",
+            phase="describe",
+        ) from None
 
 
 _MANY = 16
@@ -125,7 +120,7 @@ def _pickled_or_refused(pickle: Callable[[object], bytes] | None) -> _Otherwise:
     def otherwise(value: object, error: Unsendable) -> Leaf:
         if pickle is None:
             raise error
-        return Leaf(PICKLED, traits=to_wire(pickle(value)))
+        return Leaf(PICKLED, fixed=holds_tensors(value) or None, traits=to_wire(pickle(value)))
 
     return otherwise
 
@@ -165,10 +160,11 @@ class _Describer:
         self._values: list[object] = []
         self._storages = StorageTable(traces, careful=careful)
         self._known: dict[int, int] = {}
+        self._path_bytes = 0
         self._uncounted: list[int] = []
 
     def run(self, state: object) -> Description:
-        root = self._walk(state, ())
+        root = self._walk(state, (), 0)
         storages = self._storages.finish()
         manifest = Manifest(
             root,
@@ -178,15 +174,15 @@ class _Describer:
             storages.sizes,
         )
         entered = tuple(self._storages.tensors)
-        versions = _versions(entered)
-        if _UNCOUNTED in versions:
-            self._uncounted += [number for number, each in enumerate(versions) if each == _UNCOUNTED]
+        versions = versions_of(entered)
+        if UNCOUNTED in versions:
+            self._uncounted += [number for number, each in enumerate(versions) if each == UNCOUNTED]
         uncounted = frozenset(self._uncounted)
         values = tuple(self._values)
         return Description(manifest, storages.memories, entered, values, versions, uncounted)
 
-    def _walk(self, value: object, path: tuple[object, ...]) -> int:
-        """Describe a value that is perhaps a container; the path is its own."""
+    def _walk(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
+        """Describe a value that is perhaps a container; the path is its own, and so is its length."""
         try:
             opened = None if type(value) in PLAIN else open_branch(value)
             if opened is None:
@@ -205,27 +201,45 @@ class _Describer:
         index = len(self._branches)
         self._branches.append(None)
         names = range(len(opened.children)) if opened.keys is None else opened.keys
+        added = path_bytes(Branch(opened.kind, (0,) * len(opened.children), keys))
+        self._spend(len(added) * (length_bytes + 16) + sum(added), path)
         children = self._plain_tensors(opened.children)
         if children is None:
             children = [
-                self._walk(child, (*path, name)) for name, child in zip(names, opened.children, strict=True)
+                self._walk(child, (*path, name), length_bytes + 8 + more)
+                for name, child, more in zip(names, opened.children, added, strict=True)
             ]
         self._branches[index] = Branch(opened.kind, tuple(children), keys, opened.extra)
         return ~index
+
+    def _spend(self, nbytes: int, path: tuple[object, ...]) -> None:
+        """Count what all paths take together: receivers accept no more, and so nothing is sent that has more.
+
+        Raises:
+            Unsendable: it is too much, for a container stands in so many places.
+        """
+        self._path_bytes += nbytes
+        if self._path_bytes > MAX_PATH_BYTES:
+            where = format_path(path[:8]) + "…"
+            raise Unsendable(
+                f"{where}: the paths of the state take more than {MAX_PATH_BYTES:,} bytes together. Is one "
+                "container in very many places? Each of them arrives as a container of its own",
+                path=where,
+                phase="describe",
+            )
 
     def _plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
         """Describe many values at once, if all are plain tensors that were not seen before; None if not."""
         if self._careful or len(values) < _MANY:
             return None
         sight = self._storages.sight
-        looks = sight.recognise(values)
-        if looks is None and not _are_plain(values):
+        if not _are_plain(values):
             return None
         ids = list(map(id, values))
         if len(set(ids)) < len(ids) or not self._known.keys().isdisjoint(ids):
             return None
         numbers = range(len(self._leaves), len(self._leaves) + len(values))
-        looks = looks or _look_at(values, sight)
+        looks = _look_at(values, sight)
         entered = self._storages.enter_many(values, looks)
         self._leaves += sight.leaves.of(entered, lambda: describe_many(values, looks.grads, entered))
         self._values += values

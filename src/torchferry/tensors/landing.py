@@ -12,6 +12,7 @@ from torchferry.core.extents import Extent
 from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
+from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Fresh
 from torchferry.tensors.memory import (
@@ -164,6 +165,24 @@ class Ground:
             arrived = once(raw_over(self._scratch[theirs.storage], theirs))
             once(raw_over(self._target.memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
 
+    def set_aside(self, storages: Collection[int]) -> None:
+        """Set memory aside now for incoming storages that have no local one.
+
+        Raises:
+            StateError: there is not enough.
+        """
+        check_room(sum(self._incoming.storages[storage] for storage in storages), "the fresh tensors")
+        for storage in storages:
+            self.scratch(storage)
+
+    def scratch(self, storage: int) -> Memory:
+        """Give the scratch memory in which an incoming storage has arrived, as much of it as was wanted.
+
+        Raises:
+            StateError: there is not enough memory for it.
+        """
+        return self._memory(Direct(~storage, 0))
+
     def mark_changed(self) -> None:
         """Tell autograd that local tensors were written to, since it was done behind its back."""
         if self._target is None:
@@ -184,8 +203,11 @@ class Ground:
         storage = ~place.storage
         if storage not in self._scratch:
             nbytes = self._incoming.storages[storage]
-            check_room(nbytes, "scratch memory for a tensor of another layout")
-            self._scratch[storage] = new_memory(nbytes, CPU)
+            check_room(nbytes, "a storage of the incoming state")
+            try:
+                self._scratch[storage] = new_memory(nbytes, CPU)
+            except (RuntimeError, MemoryError) as error:
+                raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
         return self._scratch[storage]
 
 

@@ -22,6 +22,7 @@ from torchferry.core.extents import Extent
 from torchferry.core.manifest import TensorSpec
 from torchferry.core.showing import show
 from torchferry.errors import BadManifest, StateError
+from torchferry.torch_internals import neg_view
 
 CPU = torch.device("cpu")
 
@@ -117,7 +118,7 @@ def with_bits(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if spec.conj:
         tensor = tensor.conj()
     if spec.neg:
-        tensor = torch._neg_view(tensor)
+        tensor = neg_view(tensor)
     return tensor
 
 

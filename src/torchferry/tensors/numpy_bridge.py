@@ -64,6 +64,12 @@ def is_array(value: object) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
+def holds_array(value: object) -> bool:
+    """Say whether it is an ndarray or a subclass of one."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 def is_bytes(dtype: Any) -> bool:
     """Say whether items of a dtype are their bytes: no Python objects, no pointers to strings."""
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
@@ -172,7 +178,7 @@ def array_over(data: torch.Tensor, dtype: Any) -> Any:
     if data.numel() == 0:
         # On memory of its own making numpy sets the strides of an empty array to zero.
         return _numpy().ndarray(shape, dtype, buffer=bytearray(), strides=strides)
-    whole = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
     return _numpy().ndarray(shape, dtype, buffer=whole.numpy(), offset=data.storage_offset(), strides=strides)
 
 

@@ -62,8 +62,13 @@ def look_up(name: str) -> type:
 
 
 def name_of(cls: type) -> str:
-    """Give the name under which a type travels."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Give the name under which a type travels.
+
+    A process that multiprocessing has spawned knows the script it was started from as `__mp_main__`, and the
+    classes in it are the same.
+    """
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
+    return f"{module}.{cls.__qualname__}"
 
 
 def is_namedtuple(cls: type) -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from torchferry.core.manifest import MAX_DIMS
 from torchferry.errors import Unsendable
+from torchferry.torch_internals import is_zerotensor
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -33,7 +34,7 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise Unsendable(
             f"a view of {tensor.dtype} that is read with its sign turned round: clone() it first"
         )
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         raise Unsendable("a tensor of zeros that autograd made without data: clone() it first")
     # Sharded training frees the storage of a parameter and leaves its shape; seeing such a tensor as bytes
     # would quietly give it new memory, with nothing in it.

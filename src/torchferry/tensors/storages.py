@@ -25,6 +25,7 @@ from torchferry.errors import Unsendable
 from torchferry.tensors.looks import Look, Looks, OddTensor, Sight, joined
 from torchferry.tensors.memory import CPU, Memory, memory_at
 from torchferry.tensors.sendable import check_dense
+from torchferry.torch_internals import storage_id
 
 
 class Traces:
@@ -174,7 +175,7 @@ class StorageTable:
             memories: list[Memory] = list(map(Memory, storages, places, devices))
             sizes = spans
         else:
-            owners = [storage._cdata for storage in storages]
+            owners = list(map(storage_id, storages))
             sharing = self._traces.sharing.of(
                 (owners, addresses, held, seen.on_cpu, looks, places),
                 lambda: _shared(*_blocks(owners, addresses, held, seen.on_cpu), looks, places),
@@ -191,7 +192,7 @@ class StorageTable:
         for start, looks in [*self._seen, (len(self.tensors), None)]:
             if start > end:
                 sight, some = _nth(self._traces.between, between), self.tensors[end:start]
-                parts.append(sight.recognise(some) or sight.look(some))
+                parts.append(sight.look(some))
                 between += 1
             if looks is not None:
                 parts.append(looks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -46,12 +47,41 @@ class ValueKind(NamedTuple):
     from_wire: Callable[[Any], object]
 
 
+MAX_NESTED = 64
+"""How deep keys, sets and attributes may be nested. Those who decode them need some stack for each level."""
+
+_NESTING = (tuple, list, dict, set, frozenset)
+
+
 def to_wire(value: object) -> Value:
     """Turn a value into what the codec can encode.
 
     Raises:
-        Unsendable: the value, or one inside it, is of no known type. Its path is the caller's to add.
+        Unsendable: the value, or one inside it, is of no known type, or nested too deep. Its path is the
+            caller's to add.
     """
+    if isinstance(value, _NESTING):
+        _check_nesting(value)
+    return _to_wire(value)
+
+
+def _check_nesting(value: object) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTED):
+        inner: list[Any] = []
+        for each in level:
+            inner += [*each, *each.values()] if isinstance(each, dict) else each
+        # An object that is in two places need only be looked into once.
+        level = list({id(each): each for each in inner if isinstance(each, _NESTING)}.values())
+        if not level:
+            return
+    raise Unsendable(
+        f"a {type(value).__qualname__} that is nested deeper than {MAX_NESTED} can't travel as a key, in a "
+        "set or in an attribute: flatten it"
+    )
+
+
+def _to_wire(value: object) -> Value:
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value  # type: ignore[return-value]
@@ -138,8 +168,10 @@ def _advice(value: object) -> str:
             "namedtuples, dataclasses and enums travel once torchferry.register has been called "
             "with their class on both sides; for others, convert to a built-in container"
         )
-    if isinstance(value, torch.nn.Module):
+    if callable(getattr(value, "state_dict", None)):
         return what + "send its state_dict() and load it on the other side"
+    if isinstance(value, types.MethodType):
+        return what + f"it is a method that was not called: send what {value.__name__}() returns"
     if isinstance(value, torch.Tensor):
         return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (
@@ -157,7 +189,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _wire_list(values: Any) -> object:
-    return [to_wire(value) for value in values]
+    return [_to_wire(value) for value in values]
 
 
 def _unwire_list(values: _Items) -> list[Any]:
@@ -170,11 +202,11 @@ def _unwire_members(values: _Items) -> Collection[Any]:
 
 def _sorted_wire(values: Any) -> object:
     # Equal sets must be equal Specials, for they may be keys; iteration order is not part of a set.
-    return sorted((to_wire(value) for value in values), key=pack)
+    return sorted((_to_wire(value) for value in values), key=pack)
 
 
 def _wire_pairs(mapping: Any) -> object:
-    return [[to_wire(key), to_wire(value)] for key, value in mapping.items()]
+    return [[_to_wire(key), _to_wire(value)] for key, value in mapping.items()]
 
 
 def _unwire_pairs(pairs: _Pairs) -> list[tuple[Any, object]]:

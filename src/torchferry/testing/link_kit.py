@@ -139,5 +139,5 @@ def break_off(link: Link, peer: int) -> None:
 
 
 def _bytes(link: Link, seed: int, nbytes: int) -> torch.Tensor:
-    numbers = torch.arange(nbytes, dtype=torch.int64) * 2654435761 + seed * 97
+    numbers = torch.arange(nbytes, dtype=torch.int64, device="cpu") * 2654435761 + seed * 97
     return (numbers >> 7).to(torch.uint8).to(link.device)

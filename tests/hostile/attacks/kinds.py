@@ -23,7 +23,7 @@ MESH: dict[str, Any] = {"device": "cpu", "ranks": [0, 1], "sizes": [[2]], "strid
 SPARSE = ({"layout": "torch.sparse_coo", "size": [2, 2]}, {"grad": 0, "coalesced": True})
 CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": None})
 DTENSOR = (
-    {"placements": [["shard", 0]], "shape": [8], "mesh": [2]},
+    {"placements": [["shard", 0]], "shape": [8], "mesh": [2], "position": [0]},
     {"grad": 0, "stride": [1], "mesh": MESH},
 )
 SHARDED = (
@@ -109,7 +109,7 @@ def _spoilt() -> dict[str, Any]:
 
 
 # A form that another value of the field makes, or one that only what arrives can be measured by.
-_FINE = {("compressed", "coalesced", "none")}
+_FINE = {("compressed", "coalesced", "none"), ("dtensor", "position", "none")}
 
 
 def _later(kind: str, form: tuple[Any, Any], specs: tuple[TensorSpec, ...]) -> Any:

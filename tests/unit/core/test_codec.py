@@ -13,15 +13,16 @@ from torchferry.core.codec import (
     VERSION,
     Envelope,
     decode,
+    decode_refusal,
     encode,
+    encode_refusal,
     is_frame,
     know,
     pack,
     payload_of,
-    show_form,
     unpack,
 )
-from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Nested, Special, TensorSpec
+from torchferry.core.manifest import Branch, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.soundness import check
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
@@ -58,10 +59,24 @@ def test_what_is_inside_a_special_must_be_a_payload() -> None:
         payload_of(inner)
 
 
-def test_a_form_is_shown_as_what_it_says_unless_it_is_long() -> None:
-    assert show_form(Special(FORM, pack({"size": [2, 3]}))) == "{'size': [2, 3]}"
-    assert show_form(None) == "None"
-    assert len(show_form(Special(FORM, pack([[]] * 10_000)))) < 400
+@pytest.mark.parametrize("reason", ["", "model.f: a lambda", "a\nb", "\udce4", "x" * 5000])
+def test_a_refusal_says_why_in_one_short_line_and_is_no_frame(reason: str) -> None:
+    refusal = encode_refusal(reason)
+    assert not is_frame(refusal)
+    found = decode_refusal(refusal)
+    assert found is not None
+    assert found.isprintable()
+    assert len(found) <= 1000
+    assert decode_refusal(frame_of(STATE)) is None
+
+
+def test_a_damaged_refusal_is_not_believed() -> None:
+    refusal = bytearray(encode_refusal("why"))
+    refusal[-1] ^= 1
+    with pytest.raises(BadManifest, match="digest"):
+        decode_refusal(bytes(refusal))
+    with pytest.raises(BadManifest, match="only 4 bytes"):
+        decode_refusal(b"TFNO")
 
 
 def test_a_frame_is_known_by_its_first_bytes() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from torchferry.core.compare import compare, same_layout
+from torchferry.core.compare import Comparison, Extra, compare, same_layout
 from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest, TensorSpec
 
 
@@ -36,12 +38,23 @@ def leaves(**kinds: Leaf) -> Manifest:
     )
 
 
+def look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    shapes = ", ".join(str(list(spec.shape)) for spec in specs)
+    return {"dtype": ", ".join(spec.dtype for spec in specs), "shape": shapes, "form": str(leaf.fixed)}
+
+
+def compared(
+    incoming: Manifest, local: Manifest, *, strict: bool = True, extra: Extra | None = None
+) -> Comparison:
+    return compare(incoming, local, look, strict=strict, extra=extra or ("error" if strict else "drop"))
+
+
 def complaints(incoming: Manifest, local: Manifest, *, strict: bool = True) -> dict[str, str]:
-    return {m.path: m.what for m in compare(incoming, local, strict=strict).mismatches}
+    return {m.path: m.what for m in compared(incoming, local, strict=strict).mismatches}
 
 
 def test_states_that_fit_have_no_mismatch() -> None:
-    comparison = compare(state(a=tensor()), state(a=tensor((4,), (3,), offset=8)), strict=True)
+    comparison = compared(state(a=tensor()), state(a=tensor((4,), (3,), offset=8)), strict=True)
     assert comparison.mismatches == ()
     assert [(pair.path, pair.incoming, pair.local) for pair in comparison.pairs] == [(("a",), 0, 0)]
 
@@ -49,7 +62,7 @@ def test_states_that_fit_have_no_mismatch() -> None:
 def test_every_path_at_fault_is_listed_with_both_values() -> None:
     incoming = state(a=tensor((4,)), b=tensor(dtype="int32", storage=1), c=tensor(storage=2))
     local = state(a=tensor((2, 2), (2, 1)), b=tensor(storage=1), d=tensor(storage=2))
-    found = {m.path: m for m in compare(incoming, local, strict=True).mismatches}
+    found = {m.path: m for m in compared(incoming, local, strict=True).mismatches}
     assert set(found) == {"a", "b", "c", "d"}
     assert (found["a"].incoming, found["a"].local) == ("[4]", "[2, 2]")
     assert (found["b"].incoming, found["b"].local) == ("int32", "float32")
@@ -66,7 +79,7 @@ def test_a_key_that_looks_alike_is_another_path() -> None:
         -1, (Branch("dict", (-2,), ("a",)), Branch("dict", (0,), ("b",))), (Leaf(VALUE),), (), ()
     )
     flat = Manifest(-1, (Branch("dict", (0,), ("a.b",)),), (Leaf(VALUE),), (), ())
-    assert len(compare(nested, flat, strict=True).mismatches) == 2
+    assert len(compared(nested, flat, strict=True).mismatches) == 2
 
 
 def test_a_value_is_not_a_tensor() -> None:

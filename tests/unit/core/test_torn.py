@@ -19,17 +19,17 @@ PATHS = {(name,) for name in NAMES}
 
 
 def test_what_was_verified_is_whole_and_what_was_not_posted_is_untouched() -> None:
-    fate = truth(MANIFEST, PLAN, posted=2, verified={0}, scratched=(), kept=PATHS)
+    fate = truth(MANIFEST, PLAN, posted=2, verified={0}, scratched=(), paired=PATHS)
     assert fate == Truth(("a",), ("b",), ("c",))
 
 
 def test_what_is_still_in_scratch_is_not_called_whole() -> None:
-    fate = truth(MANIFEST, PLAN, posted=2, verified={0, 1}, scratched={1}, kept=PATHS)
+    fate = truth(MANIFEST, PLAN, posted=2, verified={0, 1}, scratched={1}, paired=PATHS)
     assert fate == Truth(("a",), ("b",), ("c",))
 
 
 def test_only_paths_that_are_kept_are_spoken_of() -> None:
-    fate = truth(MANIFEST, PLAN, posted=3, verified={0, 1, 2}, scratched=(), kept={("b",)})
+    fate = truth(MANIFEST, PLAN, posted=3, verified={0, 1, 2}, scratched=(), paired={("b",)})
     assert fate == Truth(("b",), (), ())
 
 

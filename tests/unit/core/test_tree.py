@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchferry.core.codec import pack
-from torchferry.core.manifest import Branch, Leaf, Manifest, Special
-from torchferry.core.tree import format_path, occurrences, rebuild, rebuild_places
+from torchferry.core.manifest import Branch, Leaf, Manifest, Special, Value
+from torchferry.core.tree import format_path, merge, occurrences, rebuild, rebuild_places
 
 STATE = Manifest(
     -1,
@@ -53,7 +55,66 @@ def test_a_state_may_be_a_single_leaf() -> None:
     assert rebuild_places(single, ["it"], lambda index, children: None) == "it"
 
 
-def test_a_path_is_shown_as_people_write_it() -> None:
-    assert format_path(("optimizer", "state", 0, "exp_avg")) == "optimizer.state.0.exp_avg"
-    assert format_path(()) == "(the state itself)"
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        (("optimizer", "state", 0, "exp_avg"), "optimizer.state[0].exp_avg"),
+        (("optimizer", "state", "0", "exp_avg"), "optimizer.state['0'].exp_avg"),
+        (("model", "w0"), "model.w0"),
+        (("model", "layers.0.weight"), "model.layers.0.weight"),
+        ((0, "w"), "[0].w"),
+        (("0",), "['0']"),
+        (("a", "-1.5"), "a['-1.5']"),
+        (("a", "1e3"), "a['1e3']"),
+        (("a", "inf"), "a.inf"),
+        (("a", ""), "a['']"),
+        (("a", "b[0]"), "a['b[0]']"),
+        (("a", True), "a[True]"),
+        (("a", None), "a[None]"),
+        (("a", 1.5), "a[1.5]"),
+        (("a", "line\nbreak"), "a['line\\nbreak']"),
+        ((), "(the state itself)"),
+    ],
+)
+def test_a_path_is_shown_as_people_write_it(path: tuple[Value, ...], shown: str) -> None:
+    assert format_path(path) == shown
+
+
+def test_a_key_that_is_still_packed_is_shown_by_its_code() -> None:
     assert "16" in format_path((Special(16, pack([1])),))
+
+
+def test_two_trees_are_merged_into_one_with_the_places_of_both() -> None:
+    theirs = Manifest(
+        -1,
+        (
+            Branch("odict", (-2, 0, -3), ("model", "step", "theirs")),
+            Branch("list", (1, 2, 0, 1)),
+            Branch("dict", (0, -4), ("x", "y")),
+            Branch("list", (1,)),
+        ),
+        (Leaf("value"),) * 3,
+        (),
+        (),
+    )
+    merged = merge(STATE, theirs)
+    assert [path for path, _ in occurrences(merged)] == [
+        ("model", 0),
+        ("model", 1, 7),
+        ("model", 2),
+        ("model", 3),
+        ("step",),
+        ("theirs", "x"),
+        ("theirs", "y", 0),
+    ]
+    assert [merged.branches[0].kind, merged.branches[1].kind] == ["dict", "list"]
+    local = dict(occurrences(STATE))
+    for path, leaf in occurrences(merged):
+        assert leaf == local.get(path, 0)
+
+
+def test_a_list_that_gets_keys_becomes_the_container_that_has_them() -> None:
+    ours = Manifest(-1, (Branch("list", (0,)),), (Leaf("value"),), (), ())
+    theirs = Manifest(-1, (Branch("dict", (0, 0), (0, "more")),), (Leaf("value"),), (), ())
+    merged = merge(ours, theirs)
+    assert (merged.branches[0].kind, merged.branches[0].keys) == ("dict", (0, "more"))

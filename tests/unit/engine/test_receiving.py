@@ -154,7 +154,7 @@ def test_a_state_too_large_for_memory_is_said_so_and_drained() -> None:
 def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
     with pytest.raises(LinkTimeout) as raised:
         receive(MemoryNetwork(), timeout_s=0.05, if_unmet="Is rank {peer} there?")
-    assert (raised.value.peer, raised.value.phase) == (0, "receive metadata")
+    assert (raised.value.peer, raised.value.phase) == (0, "wait")
     assert "Is rank 0 there? The timeout was 0.05 s" in str(raised.value)
 
 

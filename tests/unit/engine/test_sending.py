@@ -46,27 +46,36 @@ class WhatThereIs(Receipt):
 TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
 
+def assert_refused(network: MemoryNetwork, reason: str) -> None:
+    """Nothing went over the network but the word that no state will come."""
+    with pytest.raises(PeerGaveUp, match="rank 0 refused to send its state") as told:
+        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
+    assert reason in str(told.value)
+    assert (told.value.peer, told.value.culprit, told.value.phase) == (0, 0, "receive metadata")
+    assert network.messages == 2
+
+
 def test_a_leaf_that_cannot_travel_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     with pytest.raises(Unsendable, match=r"model\.act") as raised:
         push(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, TERMS)
     assert (raised.value.path, raised.value.phase) == ("model.act", "describe")
-    assert network.messages == 0
+    assert_refused(network, str(raised.value.path or ""))
 
 
 def test_metadata_above_the_cap_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
-    with pytest.raises(Unsendable, match="max_metadata_bytes"):
+    with pytest.raises(Unsendable, match="max_metadata_bytes") as raised:
         push(network.link(0), [1], {"k": "x" * 1000}, Push(10, max_metadata_bytes=500))
-    assert network.messages == 0
+    assert_refused(network, str(raised.value.path or ""))
 
 
 def test_views_too_tangled_to_list_are_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     base = torch.zeros(8_000_000)
-    with pytest.raises(Unsendable, match="clone"):
+    with pytest.raises(Unsendable, match="clone") as raised:
         push(network.link(0), [1], {"a": base[::2], "b": base[::3]}, TERMS)
-    assert network.messages == 0
+    assert_refused(network, str(raised.value.path or ""))
 
 
 def test_every_peer_gets_every_message() -> None:
@@ -142,7 +151,7 @@ def test_a_deadline_that_passes_before_anything_was_sent_leaves_it_so() -> None:
     with pytest.raises(LinkTimeout, match="nothing was sent: 0 of 16 bytes done") as raised:
         push(network.link(0), [1], torch.ones(4), Push(timeout_s=1e-9, max_metadata_bytes=1000))
     assert (raised.value.phase, raised.value.peer) == ("describe", 1)
-    assert network.messages == 0
+    assert_refused(network, "describing the state took all the time")
 
 
 class Deaf(MemoryLink):

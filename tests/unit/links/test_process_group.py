@@ -95,4 +95,4 @@ def test_a_peer_that_died_is_reported_as_a_broken_link(doomed: Cluster) -> None:
     assert isinstance(dead.error, WorkerDied)
     assert survivor.error is None
     assert "rank 1" in survivor.value
-    assert "make a new one" in survivor.value
+    assert "create a new process group without rank" in survivor.value

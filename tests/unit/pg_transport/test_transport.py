@@ -14,6 +14,7 @@ from tests.support.cluster import Cluster
 from tests.unit.pg_transport.quacking import Ends, Group
 from torchferry import (
     BadManifest,
+    PeerGaveUp,
     PGTransport,
     StateMismatch,
     StepMismatch,
@@ -214,6 +215,7 @@ def test_a_report_says_what_was_moved_and_how_long_each_phase_took() -> None:
     assert list(sent.phases_s) == ["describe", "send tensors"]
     assert list(received.phases_s) == [
         "describe",
+        "wait",
         "receive metadata",
         "compare",
         "receive tensors",
@@ -229,6 +231,9 @@ def test_a_transfer_that_failed_leaves_no_report_of_an_earlier_one() -> None:
     with pytest.raises(Unsendable):
         ends.sender.send_checkpoint([1], {"f": len})
     assert ends.sender.last_report is None
+    with pytest.raises(PeerGaveUp):
+        ends.receiver.recv_checkpoint(0)
+    assert ends.receiver.last_report is None
     ends.sender.send_checkpoint([1], STATE)
     with pytest.raises(StepMismatch):
         ends.receiver.recv_checkpoint(0, step=1)
@@ -261,11 +266,14 @@ def test_the_contract_s_own_timer_logs_at_debug(caplog: pytest.LogCaptureFixture
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.DEBUG]
 
 
-def test_nothing_is_sent_if_something_can_not_be() -> None:
+def test_nothing_of_a_state_is_sent_if_something_can_not_be() -> None:
     ends = Ends()
     with pytest.raises(Unsendable, match=r"^model\.hook: a value of type builtins\.function"):
         ends.sender.send_checkpoint([1], {"model": {"w": torch.ones(2), "hook": lambda: 1}})
+    with pytest.raises(PeerGaveUp, match=r"rank 0 refused to send its state.*: model\.hook: a value of"):
+        ends.receiver.recv_checkpoint(0)
     assert ends.mail.waiting() == 0
+    assert ends.transfer(STATE)["lr"] == 0.5, "the group is in order"
 
 
 def test_a_state_goes_to_several_ranks() -> None:

@@ -1,12 +1,12 @@
-"""Asks the sender for a state that it has to refuse, and sees that nothing of it was sent."""
+"""Asks the sender for a state that it has to refuse, and sees that the receiver is told, and no more."""
 
 from __future__ import annotations
 
 import pytest
 
 from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Push, push
-from torchferry.errors import Unsendable
+from torchferry.engine import Pull, Push, pull, push
+from torchferry.errors import PeerGaveUp, Unsendable
 from torchferry.testing import MemoryNetwork
 
 
@@ -15,7 +15,10 @@ def refusal_of(state: object) -> Unsendable:
     network = MemoryNetwork()
     with pytest.raises(Unsendable) as raised:
         push(network.link(0), [1], state, Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
-    assert network.messages == 0, "something was sent before the refusal"
+    with pytest.raises(PeerGaveUp, match="refused to send its state") as told:
+        pull(network.link(1), 0, Pull(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
+    assert network.messages == 2, "something was sent beside the refusal"
+    assert (raised.value.path or "") in str(told.value)
     assert raised.value.phase == "describe"
     return raised.value
 
@@ -23,6 +26,6 @@ def refusal_of(state: object) -> Unsendable:
 def refusal_at_a_path(value: object) -> str:
     """Put a value beside sound ones, and give the message of the refusal, which must name its path."""
     error = refusal_of({"model": {"weight": 1, "odd": [0, value]}})
-    assert error.path == "model.odd.1"
-    assert str(error).startswith("model.odd.1: ")
+    assert error.path == "model.odd[1]"
+    assert str(error).startswith("model.odd[1]: ")
     return str(error)

@@ -44,7 +44,7 @@ def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 
-SPREAD = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2]}
+SPREAD = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
 TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
 SOUND = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
@@ -91,7 +91,7 @@ MALFORMED = {
     "a dtensor of a placement that is not known": leaf(
         "dtensor",
         (0,),
-        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2]},
+        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2], "position": None},
         TRAITS,
     ),
     "a sharded of more shards than parts": leaf(

@@ -246,9 +246,9 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {"weight": torch.ones(2), "nested": {"list": []}}
     state["nested"]["list"].append(state)
     error = refusal_of(state)
-    assert str(error).startswith("nested.list.0.nested.list.0.nested.list…: a ")
+    assert str(error).startswith("nested.list[0].nested.list[0].nested.list…: a ")
     assert "contains itself" in str(error)
-    assert error.path == "nested.list.0.nested.list.0.nested.list…"
+    assert error.path == "nested.list[0].nested.list[0].nested.list…"
 
 
 def test_a_state_that_contains_itself_many_times_is_refused_in_no_time() -> None:

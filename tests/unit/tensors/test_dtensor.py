@@ -19,8 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.equality import assert_same
 from tests.support.transfer import ferry
 from tests.unit.tensors.refusing import refusal_at_a_path
+from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.engine import Pull, Push, pull, push
 from torchferry.errors import StateMismatch
 from torchferry.tensors.kinds import Site
+from torchferry.testing import MemoryNetwork
+from torchferry.torch_internals import MeshLayout, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +122,93 @@ def test_a_fresh_dtensor_is_bound_to_the_mesh_that_the_receiver_names(name: str,
 
 
 def test_a_fresh_dtensor_is_bound_to_a_slice_of_that_mesh_where_its_own_was_a_slice(mesh: DeviceMesh) -> None:
-    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inner", "third"))
+    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("third", "inner"))
     received = ferry({"d": on(mesh["inner"], Shard(0))}, site=Site(mesh=mine)).state["d"]
     assert received.device_mesh == mine["inner"]
-    assert received.device_mesh != mesh["inner"]
     assert received.device_mesh.get_group() == mine.get_group("inner")
 
 
-def test_a_mesh_of_another_shape_is_not_taken(mesh: DeviceMesh) -> None:
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("inner",))
-    received = ferry(
-        {"d": on(mesh["inner"], Shard(0)), "e": on(mesh, Shard(0), Shard(1))}, site=Site(mesh=line)
-    )
-    assert received.state["d"].device_mesh == mesh["inner"]
-    assert received.state["e"].device_mesh == mesh
+def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh) -> None:
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("line",))
+    state = {
+        "d": on(mesh["inner"], Shard(0)),
+        "e": on(mesh, Shard(0), Shard(1)),
+        "replicated": on(mesh, Replicate(), Replicate()),
+    }
+    with pytest.raises(StateMismatch) as raised:
+        ferry(state, site=Site(mesh=line))
+    assert [tuple(mismatch) for mismatch in raised.value.mismatches] == [
+        ("d", "mesh", "2 (inner)", "mesh=4 (line)"),
+        ("e", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),
+        ("replicated", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),
+    ]
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, state: Any) -> Any:
+    """Receive fresh as another rank of the same world."""
+    network = MemoryNetwork()
+    push(network.link(0), [1], state, Push(10, MAX_METADATA_BYTES))
+    monkeypatch.setattr(dist, "get_rank", lambda *_: rank)
+    return pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))[0]
+
+
+@pytest.mark.parametrize(
+    ("placements", "rank", "positions"),
+    [
+        ((Shard(0), Shard(1)), 0, ("(0, 1)", "(0, 0)")),
+        ((Shard(0), Shard(1)), 3, ("(0, 1)", "(1, 1)")),
+        ((Replicate(), Shard(0)), 0, ("(*, 1)", "(*, 0)")),
+        ((Replicate(), Shard(0)), 2, ("(*, 1)", "(*, 0)")),
+        ((Partial(), Replicate()), 2, ("(0, *)", "(1, *)")),
+        ((_StridedShard(0, split_factor=2), Shard(0)), 3, ("(0, 1)", "(1, 1)")),
+        ((Replicate(), Shard(0)), 7, ("(*, 1)", "outside the mesh")),
+    ],
+)
+def test_a_fresh_shard_of_another_position_is_a_mismatch_that_names_both(
+    placements: tuple[Placement, ...],
+    rank: int,
+    positions: tuple[str, str],
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(StateMismatch) as raised:
+        as_rank(monkeypatch, rank, {"d": on(mesh, *placements), "w": torch.ones(2)})
+    (mismatch,) = raised.value.mismatches
+    assert mismatch == ("d", "position of the shard in the mesh", *positions)
+
+
+@pytest.mark.parametrize(
+    ("placements", "rank"),
+    [
+        ((Replicate(), Shard(0)), 3),
+        ((Shard(0), Replicate()), 0),
+        ((Replicate(), Replicate()), 2),
+        ((Replicate(), Replicate()), 7),
+    ],
+)
+def test_a_fresh_dtensor_arrives_where_all_that_splits_it_is_at_the_same_position(
+    placements: tuple[Placement, ...], rank: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = on(mesh, *placements)
+    received = as_rank(monkeypatch, rank, {"d": original})["d"]
+    assert torch.equal(received._local_tensor, original._local_tensor)
+    assert received.placements == original.placements
+
+
+def test_in_place_a_shard_does_not_land_in_another_shard_s_place(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inner", "outer"))
+    monkeypatch.setattr(turned, "get_coordinate", lambda: [1, 0])
+    local = {"d": on(turned, Replicate(), Shard(0), local=torch.zeros(2, 3))}
+    with pytest.raises(
+        StateMismatch, match=r"position of the shard in the mesh: incoming \(\*, 1\), local \(\*, 0\)"
+    ):
+        ferry({"d": on(mesh, Replicate(), Shard(0))}, into=local)
+    assert not local["d"]._local_tensor.any()
+    monkeypatch.setattr(turned, "get_coordinate", lambda: [1, 1])
+    ferry({"d": on(mesh, Replicate(), Shard(0))}, into=local)
+    assert torch.equal(local["d"]._local_tensor, torch.arange(6.0).view(2, 3))
 
 
 @pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
@@ -172,14 +249,18 @@ def test_in_place_placements_shape_and_kind_must_match_and_all_are_named(mesh: D
     }
     with pytest.raises(StateMismatch) as raised:
         ferry(dict.fromkeys(local, incoming), into=local)
-    assert [mismatch.path for mismatch in raised.value.mismatches] == [
+    assert list(dict.fromkeys(mismatch.path for mismatch in raised.value.mismatches)) == [
         "placements",
         "shape",
         "mesh",
         "kind",
         "dtype",
     ]
-    assert "['shard', 1], ['shard', 0]" in str(raised.value)
+    assert "placements: placements: incoming Shard(0), Shard(1), local Shard(1), Shard(0)" in str(
+        raised.value
+    )
+    assert "shape: shape: incoming [4, 6], local [8, 6]" in str(raised.value)
+    assert "mesh: mesh: incoming 2 x 2, local 2" in str(raised.value)
     assert local["fits"].to_local().eq(-1).all()
 
 
@@ -222,15 +303,19 @@ def test_a_local_part_that_can_not_travel_is_refused_with_its_path(mesh: DeviceM
     assert "meta device" in refusal_at_a_path(meta)
 
 
-def test_outside_any_group_a_dtensor_still_arrives_though_this_process_has_no_place_in_its_mesh(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_outside_any_group_only_what_is_not_split_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    elsewhere = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",), _init_backend=False, _rank=1)
-    original = DTensor.from_local(
-        torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
-    )
-    received = ferry({"d": original}).state["d"]
+    elsewhere = make_mesh("cpu", MeshLayout((0, 1), ((2,),), ((1,),)), ("dp",), 1)
+
+    def placed(placement: Placement) -> Any:
+        shape = torch.Size((4, 3))
+        return DTensor.from_local(
+            torch.ones(2, 3), elsewhere, [placement], run_check=False, shape=shape, stride=(3, 1)
+        )
+
+    received = ferry({"d": placed(Replicate())}).state["d"]
     assert received.device_mesh == elsewhere
     assert received.device_mesh.get_coordinate() is None
     assert torch.equal(received._local_tensor, torch.ones(2, 3))
+    with pytest.raises(StateMismatch, match=r"incoming \(1\), local outside the mesh"):
+        ferry({"d": placed(Shard(0))})

@@ -89,8 +89,8 @@ def test_in_place_all_local_shards_are_written_and_the_tensor_is_the_local_one()
 @pytest.mark.parametrize(
     ("local", "what"),
     [
-        (sharded(torch.zeros(2, 3), torch.zeros(2, 3), rows=(2, 4)), "sharded form"),
-        (sharded(torch.zeros(2, 3), rows=(0,)), "number of parts"),
+        (sharded(torch.zeros(2, 3), torch.zeros(2, 3), rows=(2, 4)), "local shards"),
+        (sharded(torch.zeros(2, 3), rows=(0,)), "local shards"),
         (torch.zeros(4, 3), "kind"),
         (sharded(*[torch.zeros(2, 3, dtype=torch.float64)] * 2), "dtype"),
     ],

@@ -126,6 +126,14 @@ REFUSED = {
     "a lambda": (lambda: 1, ["builtins.function", "allow_pickle"]),
     "a function": (len, ["builtin_function_or_method"]),
     "a class": (int, ["builtins.type"]),
+    "an optimizer": (
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
+        ["torch.optim.sgd.SGD", "send its state_dict()"],
+    ),
+    "a method that was not called": (
+        torch.nn.Linear(1, 1).state_dict,
+        ["builtins.method", "send what state_dict() returns"],
+    ),
     "a module": (torch.nn.Linear(1, 1), ["torch.nn.modules.linear.Linear", "send its state_dict()"]),
     "a tensor in a set": ({torch.ones(1)}, ["torch.Tensor", "a tensor can't be a key or in a set"]),
     "a tensor as a key": ({torch.ones(1): 1}, ["torch.Tensor", "a tensor can't be a key or in a set"]),

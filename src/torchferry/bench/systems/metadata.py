@@ -50,7 +50,9 @@ def _open(site: Site) -> Session:
         sizes = ready.sender.plan(source.manifest).sizes
         envelope = Envelope(source.manifest, sizes[0], pack_bytes=sizes[1])
         arrived = decode(encode(envelope, known), ready.target.known)
-        landed = destination(arrived.manifest, ready.target.plan(arrived), ready.target, strict=True)
+        landed = destination(
+            arrived.manifest, ready.target.plan(arrived), ready.target, strict=True, extra="error"
+        )
         if not landed.in_place:
             for message, buffer in zip(plan.messages, buffers, strict=True):
                 landed.ground.put_alike(plan.chunks_of(message), buffer)

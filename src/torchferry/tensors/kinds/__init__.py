@@ -8,17 +8,21 @@ most of a second to import what they are made of, and most processes never have 
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch.nn.parameter import is_lazy
+
+from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.showing import show
-from torchferry.errors import BadManifest, Unsendable
+from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import numpy_bridge
-from torchferry.tensors.kinds.base import Kind, Part, Site, check_form
+from torchferry.tensors.kinds.base import Kind, Misfit, Part, Site, check_form, look_dense
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.kinds.sparse import COMPRESSED, COO
 
-__all__ = ["Kind", "Part", "Site", "check_form", "kind_named", "kind_of"]
+__all__ = ["Kind", "Misfit", "Part", "Site", "check_form", "kind_named", "kind_of", "look_at"]
 
 _by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, NDARRAY)}
 
@@ -50,11 +54,29 @@ def kind_of(value: object) -> Kind | None:
         spread = _SPREAD_TYPES.get(f"{cls.__module__}.{cls.__qualname__}")
         if spread is not None:
             return _spread(spread)
-        raise Unsendable(
-            f"a tensor subclass ({cls.__module__}.{cls.__qualname__}) can't travel: only its data "
-            "would arrive. Send .as_subclass(torch.Tensor), or the tensors that it is made of"
-        )
+        raise Unsendable(_no_subclass(value))  # type: ignore[arg-type]
     return NDARRAY if numpy_bridge.is_array(value) else None
+
+
+def _no_subclass(tensor: torch.Tensor) -> str:
+    """Say what to do about a tensor of a subclass."""
+    cls = type(tensor)
+    if is_lazy(tensor):
+        return "a lazy parameter has no data yet: run a forward first"
+    what = (
+        f"a tensor subclass ({cls.__module__}.{cls.__qualname__}) can't travel: only its data would arrive. "
+    )
+    try:
+        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return what + f"Send the tensors that it is made of ({', '.join(map(str, inner))})"
+    except Exception:
+        pass
+    try:
+        if type(tensor.as_subclass(torch.Tensor)) is torch.Tensor:
+            return what + "Send .as_subclass(torch.Tensor), if that is all there is to it"
+    except Exception:
+        pass
+    return what + "Send the plain tensors that it is made of"
 
 
 def kind_named(name: str) -> Kind:
@@ -69,6 +91,14 @@ def kind_named(name: str) -> Kind:
         raise BadManifest(f"a leaf of unknown kind {show(name)}") from None
 
 
+def look_at(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """List what is compared of a leaf, as its kind does; if a peer made one up, what its tensors are."""
+    try:
+        return kind_named(leaf.kind).look(leaf, specs)
+    except Exception:
+        return look_dense(leaf, specs)
+
+
 def _spread(name: str) -> Kind:
     """Give one of the kinds that are imported when they are needed.
 
@@ -81,7 +111,9 @@ def _spread(name: str) -> Kind:
 
             return DTENSOR
         case "sharded":
-            from torchferry.tensors.kinds.sharded import SHARDED
-
+            try:
+                from torchferry.tensors.kinds.sharded import SHARDED
+            except ImportError:
+                raise UnknownType("this version of torch has no ShardedTensor") from None
             return SHARDED
     raise KeyError(name)

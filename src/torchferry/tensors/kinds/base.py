@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.codec import pack
 from torchferry.core.manifest import FORM, Leaf, Special, TensorSpec, Value
-from torchferry.core.showing import MOST_CHARACTERS, show
+from torchferry.core.showing import MOST_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, FerryError
 
 Part = Callable[[torch.Tensor], int]
@@ -28,6 +28,14 @@ class Site:
 
     mesh: DeviceMesh | None = None
     unpickle: Callable[[bytes], object] | None = None
+
+
+class Misfit(NamedTuple):
+    """Why a leaf can't be rebuilt in this process: what differs, at the sender and here."""
+
+    what: str
+    incoming: str
+    local: str
 
 
 S = TypeVar("S", bound=Struct)
@@ -64,6 +72,18 @@ def _keep(leaf: Leaf, local: Any) -> Any:
     return local
 
 
+def look_dense(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """List what is compared of a leaf that is one tensor; of several, what is compared of each."""
+    return {
+        "dtype": ", ".join(dict.fromkeys(show_name(spec.dtype) for spec in specs)),
+        "shape": ", ".join(str(list(spec.shape)) for spec in specs),
+    }
+
+
+def _fits_anywhere(leaf: Leaf, site: Site) -> None:
+    """For kinds that do not depend on where they are rebuilt."""
+
+
 def _nothing_more(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     """For kinds of which any leaf of the right form is sound."""
 
@@ -79,6 +99,10 @@ class Kind(NamedTuple):
     is the number of its tensors, None if that varies: what a peer sends is held to them before anything else
     is done. `check` then raises whatever it likes, if the numbers in it can't be, or would take for ever to
     rebuild.
+
+    `look` lists, by name and as text, all that is compared of two leaves of this kind, the dtype and the
+    shape first. `misfit` says what of a leaf does not fit the process in which it would be rebuilt, if
+    anything.
     """
 
     name: str
@@ -89,6 +113,8 @@ class Kind(NamedTuple):
     traits: Any
     adopt: Callable[[Leaf, Any], object] = _keep
     check: Callable[[Leaf, Sequence[TensorSpec]], None] = _nothing_more
+    look: Callable[[Leaf, Sequence[TensorSpec]], dict[str, str]] = look_dense
+    misfit: Callable[[Leaf, Site], Misfit | None] = _fits_anywhere
 
 
 def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:

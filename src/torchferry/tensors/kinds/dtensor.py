@@ -1,10 +1,12 @@
-"""DTensors: the local part, the placements, and a mesh that is the receiver's.
+"""DTensors: the local part, its position, the placements, and a mesh that is the receiver's.
 
 A mesh can't travel: its process groups and this process's place in it belong to the sender. In place, the
-target keeps its own. A fresh DTensor gets the mesh that the receiver names, or a slice of it, if its shape
-fits; failing that, one that is equal to the sender's, seen from the receiver's rank, with those groups of
-this process that have the same ranks. Where it has none, for it is not in that mesh, collectives such as
-`full_tensor` do not work.
+target keeps its own. A fresh DTensor gets the mesh that the receiver names, or a slice of it; if it names
+none, one that is equal to the sender's, seen from the receiver's rank, with those groups of this process that
+have the same ranks. Where it has none, for it is not in that mesh, collectives do not work.
+
+A part of a tensor is only taken for what it is: its position along every mesh dimension that splits the
+tensor must be the position that the receiver has there, in place and fresh.
 """
 
 from __future__ import annotations
@@ -16,19 +18,26 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from msgspec import Meta
-from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec
-from torchferry.core.showing import show
+from torchferry.core.showing import show, show_name
 from torchferry.errors import BadManifest, Unsendable
-from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
+from torchferry.tensors.kinds.base import Form, Kind, Misfit, Part, Site, look_dense, packed, read
 from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
+from torchferry.torch_internals import (
+    MeshLayout,
+    give_groups,
+    layout_of,
+    living_groups,
+    local_part,
+    make_dtensor,
+    make_mesh,
+    strided_shard,
+)
 
+_StridedShard = strided_shard()
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 
 
@@ -36,12 +45,20 @@ Dims: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 PlacementForm: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
 
 
+Position: TypeAlias = Annotated[tuple[Count | None, ...], Meta(max_length=MAX_DIMS)]
+"""A place along each dimension of a mesh; None along those that all ranks have the same of."""
+
+
 class Spread(Form, frozen=True):
-    """What DTensors have in common that hold the same part."""
+    """What DTensors have in common that hold the same part.
+
+    `position` is None for a rank outside the mesh, if the mesh splits the tensor at all.
+    """
 
     placements: Annotated[tuple[PlacementForm, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
     mesh: Dims
+    position: Position | None
 
 
 class Mesh(Form, frozen=True):
@@ -63,15 +80,34 @@ class Traits(Form, frozen=True):
 
 
 def _describe(tensor: DTensor, part: Part) -> Leaf:
-    local = tensor._local_tensor
+    local = local_part(tensor)
     if type(local) is not torch.Tensor:
         raise Unsendable(
             f"a DTensor over a {type(local).__qualname__} can't travel: only strided local tensors can"
         )
     mesh = tensor.device_mesh
-    fixed = Spread(tuple(map(_placement_to_wire, tensor.placements)), tuple(tensor.shape), tuple(mesh.shape))
+    fixed = Spread(
+        tuple(map(_placement_to_wire, tensor.placements)),
+        tuple(tensor.shape),
+        tuple(mesh.shape),
+        _position(mesh.get_coordinate(), mesh.shape, tensor.placements),
+    )
     traits = Traits(grad_traits(tensor), tuple(tensor.stride()), _mesh_to_wire(mesh))
     return Leaf(DTENSOR.name, (part(local),), packed(fixed), packed(traits))
+
+
+def _position(
+    coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[Placement]
+) -> Position | None:
+    """Keep of a coordinate what tells one part of a tensor from another.
+
+    Ranks along a replicated dimension have the same, and so has the only rank along one of size one. Each
+    rank's addend of a partial tensor is its own.
+    """
+    splits = [n > 1 and not isinstance(placed, Replicate) for n, placed in zip(mesh, placements, strict=True)]
+    if coordinate is None:
+        return None if any(splits) else (None,) * len(splits)
+    return tuple(at if split else None for at, split in zip(coordinate, splits, strict=True))
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
@@ -79,11 +115,64 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     mesh = _own_mesh(site.mesh, fixed.mesh, traits.mesh.names)
     if mesh is None:
         mesh = _mesh_from_wire(traits.mesh)
-    meta = TensorMeta(torch.Size(fixed.shape), traits.stride, parts[0].dtype)
-    placements = tuple(_placement_from_wire(wire) for wire in fixed.placements)
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    built = DTensor(parts[0], spec, requires_grad=False)
+    placements = [_placement_from_wire(wire) for wire in fixed.placements]
+    built = make_dtensor(parts[0], mesh, placements, torch.Size(fixed.shape), traits.stride)
     return with_grad_traits(built, traits.grad)
+
+
+def _misfit(leaf: Leaf, site: Site) -> Misfit | None:
+    """Compare the mesh, and the position in it, with what a fresh DTensor would have here."""
+    fixed, wire = read(Spread, leaf.fixed), read(Traits, leaf.traits).mesh
+    if site.mesh is not None:
+        mesh = _own_mesh(site.mesh, fixed.mesh, wire.names)
+        if mesh is None:
+            local = _show_mesh(site.mesh.shape, site.mesh.mesh_dim_names)
+            return Misfit("mesh", _show_mesh(fixed.mesh, wire.names), f"mesh={local}")
+        coordinate: Sequence[int] | None = mesh.get_coordinate()
+    else:
+        coordinate = _layout(wire).coordinate(dist.get_rank()) if dist.is_initialized() else None
+    placements = [_placement_from_wire(placement) for placement in fixed.placements]
+    here = _position(coordinate, fixed.mesh, placements)
+    if here == fixed.position:
+        return None
+    return Misfit("position of the shard in the mesh", _show_position(fixed.position), _show_position(here))
+
+
+def _look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    fixed = read(Spread, leaf.fixed)
+    return {
+        "dtype": look_dense(leaf, specs)["dtype"],
+        "shape": str(list(fixed.shape)),
+        "placements": ", ".join(_show_placement(wire) for wire in fixed.placements) or "none",
+        "mesh": _show_mesh(fixed.mesh, None),
+        "position of the shard in the mesh": _show_position(fixed.position),
+        "shape of the local part": str(list(specs[0].shape)),
+    }
+
+
+def _show_placement(wire: PlacementForm) -> str:
+    match wire:
+        case ["shard", int(dim)]:
+            return f"Shard({dim})"
+        case ["replicate"]:
+            return "Replicate()"
+        case ["partial", str(reduction)]:
+            return f"Partial({show_name(reduction)})"
+        case ["strided", int(dim), int(factor)]:
+            return f"_StridedShard({dim}, split_factor={factor})"
+    return show(wire)
+
+
+def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
+    named = f" ({', '.join(map(show_name, names))})" if names else ""
+    return " x ".join(map(str, shape)) + named
+
+
+def _show_position(position: Position | None) -> str:
+    """Show a position; a star for what does not matter."""
+    if position is None:
+        return "outside the mesh"
+    return "(" + ", ".join("*" if at is None else str(at) for at in position) + ")"
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
@@ -98,6 +187,10 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     for placement in placements:
         if isinstance(placement, (Shard, _StridedShard)) and not 0 <= placement.dim < len(shape):
             raise ValueError(f"{placement} of {len(shape)} dimensions")
+    if fixed.position is not None and len(fixed.position) != len(placements):
+        raise ValueError("a position and placements that do not go together")
+    if fixed.mesh != tuple(map(prod, mesh.sizes)):
+        raise ValueError("a mesh of two shapes")
     if not len(placements) == len(fixed.mesh) == len(mesh.sizes) == len(mesh.strides):
         raise ValueError("placements and a mesh that do not go together")
     _check_mesh(mesh)
@@ -125,9 +218,13 @@ def _own_mesh(mesh: DeviceMesh | None, shape: Dims, names: tuple[str, ...] | Non
     """
     if mesh is None or tuple(mesh.shape) == shape:
         return mesh
-    if names is None or not set(names) < set(mesh.mesh_dim_names or ()):
+    if names is None:
         return None
-    part = mesh[names]
+    try:
+        # Also what was flattened out of some of its dimensions has a name.
+        part = mesh[names]
+    except (KeyError, RuntimeError):
+        return None
     return part if tuple(part.shape) == shape else None
 
 
@@ -155,62 +252,48 @@ def _placement_from_wire(wire: PlacementForm) -> Placement:
         case ["partial", str(reduction)] if reduction in _REDUCTIONS:
             return Partial(reduction)
         case ["strided", int(dim), int(factor)]:
-            return _StridedShard(dim, split_factor=factor)
+            return _StridedShard(dim, split_factor=factor)  # type: ignore[no-any-return]
     raise BadManifest(f"a placement {show(wire)} that is not known")
 
 
 def _mesh_to_wire(mesh: DeviceMesh) -> Mesh:
-    # A slice of a larger mesh is equal to its like only if it knows the larger one's ranks too.
-    layout = mesh._layout
-    return Mesh(
-        mesh.device_type,
-        tuple(mesh._flatten_rank_map),
-        tuple(tuple(dim.shape) for dim in layout),
-        tuple(tuple(dim.stride) for dim in layout),
-        None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
-    )
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    return Mesh(mesh.device_type, *layout_of(mesh), names)
+
+
+def _layout(wire: Mesh) -> MeshLayout:
+    return MeshLayout(wire.ranks, wire.sizes, wire.strides)
 
 
 def _mesh_from_wire(wire: Mesh) -> DeviceMesh:
-    layout = _MeshLayout(
-        tuple(_FlatLayout(sizes, strides) for sizes, strides in zip(wire.sizes, wire.strides, strict=True))
-    )
-    mesh = DeviceMesh(
-        wire.device,
-        mesh_dim_names=wire.names,
-        _layout=layout,
-        _rank_map=torch.tensor(wire.ranks, dtype=torch.int),
-        _init_backend=False,
-        # Outside any default group a process has no rank, and so no place in the mesh.
-        _rank=dist.get_rank() if dist.is_initialized() else -1,
-    )
-    groups = _groups_along(mesh)
-    if groups is not None:
-        mesh._dim_group_names = [group.group_name for group in groups]
-        mesh._pg_registry = {group.group_name: group for group in groups}
+    # Outside any default group a process has no rank, and so no place in the mesh.
+    rank = dist.get_rank() if dist.is_initialized() else None
+    layout = _layout(wire)
+    mesh = make_mesh(wire.device, layout, wire.names, rank)
+    if rank is not None and rank in layout.ranks:
+        groups = _groups_along(layout, rank, wire.names)
+        if groups is not None:
+            give_groups(mesh, groups)
     return mesh
 
 
-def _groups_along(mesh: DeviceMesh) -> list[Any] | None:
+def _groups_along(layout: MeshLayout, rank: int, names: tuple[str, ...] | None) -> list[Any] | None:
     """Find a group of this process for each dimension of a mesh; None if there is not one for each.
 
     An equal mesh that lives here has such groups, and this one must have them too: torch remembers the
     results of operations by what went in, so that one of two equal meshes is handed out for the other.
     """
-    if mesh.get_coordinate() is None:
-        return None
-    alive = {group: dist.get_process_group_ranks(group) for group in _world.pg_names}
+    alive = {group: dist.get_process_group_ranks(group) for group in living_groups()}
     found = []
-    for number, dim in enumerate(mesh._layout):
-        rows = _MeshLayout((dim,)).remap_to_tensor(mesh._rank_map).tolist()
-        ranks = next(row for row in rows if dist.get_rank() in row)
-        name = mesh.mesh_dim_names[number] if mesh.mesh_dim_names else f"dim_{number}"
+    for dim in range(len(layout.sizes)):
+        name = names[dim] if names else f"dim_{dim}"
         # The one that torch makes, or takes, when it makes such a mesh itself; failing that, the oldest.
         made_for_meshes = (f"mesh_{name}", "mesh_default", "default_pg")
+        ranks = layout.row(rank, dim)
         fitting = [group for group, members in alive.items() if members == ranks]
         fitting.sort(key=lambda group: group.group_desc not in made_for_meshes)
         found += fitting[:1]
-    return found if len(found) == mesh.ndim else None
+    return found if len(found) == len(layout.sizes) else None
 
 
-DTENSOR = Kind("dtensor", _describe, _rebuild, 1, Spread, Traits, check=_check)
+DTENSOR = Kind("dtensor", _describe, _rebuild, 1, Spread, Traits, check=_check, look=_look, misfit=_misfit)

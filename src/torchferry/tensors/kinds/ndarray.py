@@ -13,7 +13,7 @@ import torch
 from msgspec import Meta
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.showing import MOST_CHARACTERS
+from torchferry.core.showing import MOST_CHARACTERS, show_name
 from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
@@ -81,8 +81,17 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         raise ValueError("axes that it does not have")
 
 
+def _look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    layout = read(Layout, leaf.fixed)
+    return {
+        "dtype": show_name(str(numpy_bridge.dtype_from_wire(layout.dtype))),
+        "shape": str(list(specs[0].shape[:-1])),
+        "axes that run backwards": str(list(layout.backwards)),
+    }
+
+
 def _turn(ndim: int, axes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
 
 
-NDARRAY = Kind("ndarray", _describe, _rebuild, 1, Layout, bool, check=_check)
+NDARRAY = Kind("ndarray", _describe, _rebuild, 1, Layout, bool, check=_check, look=_look)

@@ -14,18 +14,14 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from msgspec import Meta
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
-from torch.distributed._shard.sharded_tensor.metadata import (
-    ShardedTensorMetadata,
-    TensorProperties,
-)
-from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 
 from torchferry.core.manifest import MAX_DIMS, Count, Item, Leaf, TensorSpec
-from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
+from torchferry.tensors.kinds.base import Form, Kind, Part, Site, look_dense, packed, read
 from torchferry.tensors.memory import DTYPES
 from torchferry.tensors.values import from_wire, to_wire
+from torchferry.torch_internals import make_sharded_tensor, sharded_tensors
+
+_API = sharded_tensors()
 
 Dims: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 
@@ -46,7 +42,7 @@ class Whole(Form, frozen=True):
     memory_format: Item
 
 
-def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
+def _describe(tensor: Any, part: Part) -> Leaf:
     shards = tensor.local_shards()
     whole = tensor.metadata()
     properties = whole.tensor_properties
@@ -61,7 +57,7 @@ def _describe(tensor: ShardedTensor, part: Part) -> Leaf:
     return Leaf(SHARDED.name, parts, packed(fixed), packed(traits))
 
 
-def _bounds(meta: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bounds(meta: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(meta.shard_offsets), tuple(meta.shard_sizes)
 
 
@@ -69,32 +65,15 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
     fixed, traits = read(Shards, leaf.fixed), read(Whole, leaf.traits)
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = [
-        ShardMetadata([*offsets], [*sizes], placement=f"rank:{rank}/{tensor.device}")
+        _API.shard_metadata([*offsets], [*sizes], placement=f"rank:{rank}/{tensor.device}")
         for (offsets, sizes), tensor in zip(fixed.shards, parts, strict=True)
     ]
     whole = _whole_metadata(fixed, traits)
-    requires_grad = traits.requires_grad
-    # Not through an initialiser: ShardedTensor's own insists that this rank already owned these shards, and
-    # its base's compares each shard with each other, which of a peer's shards may take for ever.
-    built: Any = ShardedTensorBase.__new__(
-        ShardedTensor,
-        _infer_sharding_spec_from_shards_metadata(whole.shards_metadata),
-        whole.size,
-        dtype=whole.tensor_properties.dtype,
-        layout=torch.strided,
-        pin_memory=False,
-        requires_grad=requires_grad,
-    )
-    built._local_shards = [
-        Shard(tensor.requires_grad_() if requires_grad else tensor, meta)
+    shards = [
+        _API.shard(tensor.requires_grad_() if traits.requires_grad else tensor, meta)
         for tensor, meta in zip(parts, mine, strict=True)
     ]
-    built._metadata = whole
-    if dist.is_initialized():
-        built._prepare_init()
-    else:
-        built._process_group = None  # for what needs none: without it, even size() fails
-    return built
+    return make_sharded_tensor(shards, whole)
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
@@ -118,19 +97,29 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
             raise ValueError("a shard beyond the end of the whole")
 
 
-def _whole_metadata(fixed: Shards, traits: Whole) -> ShardedTensorMetadata:
-    return ShardedTensorMetadata(
+def _look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    fixed = read(Shards, leaf.fixed)
+    shards = [
+        "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(offsets, sizes, strict=True)) + "]"
+        for offsets, sizes in fixed.shards
+    ]
+    dtype = look_dense(leaf, specs)["dtype"] or str(from_wire(read(Whole, leaf.traits).dtype))
+    return {"dtype": dtype, "shape": str(list(fixed.size)), "local shards": ", ".join(shards) or "none"}
+
+
+def _whole_metadata(fixed: Shards, traits: Whole) -> Any:
+    return _API.tensor_metadata(
         shards_metadata=[
-            ShardMetadata([*offsets], [*sizes], placement=placement)
+            _API.shard_metadata([*offsets], [*sizes], placement=placement)
             for offsets, sizes, placement in traits.all
         ],
         size=torch.Size(fixed.size),
-        tensor_properties=TensorProperties(
-            dtype=from_wire(traits.dtype),  # type: ignore[arg-type]
+        tensor_properties=_API.tensor_properties(
+            dtype=from_wire(traits.dtype),
             requires_grad=traits.requires_grad,
-            memory_format=from_wire(traits.memory_format),  # type: ignore[arg-type]
+            memory_format=from_wire(traits.memory_format),
         ),
     )
 
 
-SHARDED = Kind("sharded", _describe, _rebuild, None, Shards, Whole, check=_check)
+SHARDED = Kind("sharded", _describe, _rebuild, None, Shards, Whole, check=_check, look=_look)

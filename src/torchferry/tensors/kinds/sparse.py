@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.showing import show
-from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
+from torchferry.core.showing import show, show_name
+from torchferry.tensors.kinds.base import Form, Kind, Part, Site, look_dense, packed, read
 from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
+from torchferry.torch_internals import check_compressed, check_coo, coo_members, set_coalesced
 
 _COMPRESSED = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -41,7 +42,7 @@ class Traits(Form, frozen=True):
 def _describe_coo(tensor: torch.Tensor, part: Part) -> Leaf:
     # The plain accessors refuse a tensor that is not coalesced, and coalescing it would change it.
     data = tensor.detach()
-    return _leaf(COO, tensor, (data._indices(), data._values()), part, data.is_coalesced())
+    return _leaf(COO, tensor, coo_members(data), part, data.is_coalesced())
 
 
 def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
@@ -52,6 +53,7 @@ def _rebuild_coo(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
         read(Size, leaf.fixed).size,
         is_coalesced=traits.coalesced,
         check_invariants=True,
+        device=parts[1].device,
     )
     return with_grad_traits(built, traits.grad)
 
@@ -76,12 +78,23 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
             raise ValueError("indices that share memory")
 
 
+def _look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    fixed = read(Size, leaf.fixed)
+    return {
+        "dtype": show_name(specs[-1].dtype),
+        "shape": str(list(fixed.size)),
+        "layout": show_name(fixed.layout),
+        "shape of the values": str(list(specs[-1].shape)),
+        "dtypes of the indices": look_dense(leaf, specs[:-1])["dtype"],
+        "shapes of the indices": look_dense(leaf, specs[:-1])["shape"],
+    }
+
+
 def _adopt_coo(leaf: Leaf, local: Any) -> Any:
     # Not on a detached copy: whether it is coalesced is kept beside the data, once for each tensor.
     coalesced = read(Traits, leaf.traits).coalesced
-    with torch.no_grad():
-        local._coalesced_(coalesced)
-        torch._validate_sparse_coo_tensor_args(local._indices(), local._values(), local.shape, coalesced)
+    set_coalesced(local, bool(coalesced))
+    check_coo(local, bool(coalesced))
     return local
 
 
@@ -96,7 +109,7 @@ def _members(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _adopt_compressed(leaf: Leaf, local: Any) -> Any:
-    torch._validate_sparse_compressed_tensor_args(*_members(local.detach()), local.shape, local.layout)
+    check_compressed(local, _members(local.detach()))
     return local
 
 
@@ -104,7 +117,13 @@ def _rebuild_compressed(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> ob
     fixed = read(Size, leaf.fixed)
     compressed, plain, values = parts
     built = torch.sparse_compressed_tensor(
-        compressed, plain, values, fixed.size, layout=_COMPRESSED[fixed.layout], check_invariants=True
+        compressed,
+        plain,
+        values,
+        fixed.size,
+        layout=_COMPRESSED[fixed.layout],
+        check_invariants=True,
+        device=values.device,
     )
     return with_grad_traits(built, read(Traits, leaf.traits).grad)
 
@@ -124,7 +143,7 @@ def _leaf(
     )
 
 
-COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, Size, Traits, _adopt_coo, _check)
+COO = Kind("sparse", _describe_coo, _rebuild_coo, 2, Size, Traits, _adopt_coo, _check, _look)
 COMPRESSED = Kind(
-    "compressed", _describe_compressed, _rebuild_compressed, 3, Size, Traits, _adopt_compressed, _check
+    "compressed", _describe_compressed, _rebuild_compressed, 3, Size, Traits, _adopt_compressed, _check, _look
 )

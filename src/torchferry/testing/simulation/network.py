@@ -158,7 +158,7 @@ def _harmed(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
     elif kind == "truncate":
         data = data[: world.chance.randrange(data.numel())]
     elif kind == "extend":
-        data = torch.cat([data, torch.ones(8, dtype=torch.uint8)])
+        data = torch.cat([data, torch.ones(8, dtype=torch.uint8, device="cpu")])
     elif kind == "stale":
         # A message of the same size from another attempt, as a state that has trained on would send.
         data = data.roll(1) + 1

@@ -116,7 +116,7 @@ class _Run:
     def _target(self, rank: int) -> State:
         state = make_state(self.play.seed + 1000 * rank)
         if self.play.refuses:
-            state["w"] = torch.zeros(3)
+            state["w"] = torch.zeros(3, device="cpu")
         return state
 
     def go(self) -> None:
@@ -289,14 +289,14 @@ class _Run:
 def make_state(seed: int) -> State:
     """Build a small state with aliases and views, of many chunks."""
     numbers = torch.Generator().manual_seed(seed)
-    base = torch.randn(200, generator=numbers)
+    base = torch.randn(200, generator=numbers, device="cpu")
     return {
-        "w": torch.randn(20, 11, generator=numbers),
+        "w": torch.randn(20, 11, generator=numbers, device="cpu"),
         "head": base[:60],
         "tail": base[40:150],
-        "column": torch.randn(30, 4, generator=numbers)[:, 1],
-        "tiny": torch.tensor(float(seed % 97)),
-        **{f"bias{n}": torch.randn(n, generator=numbers) for n in range(1, 8)},
+        "column": torch.randn(30, 4, generator=numbers, device="cpu")[:, 1],
+        "tiny": torch.tensor(float(seed % 97), device="cpu"),
+        **{f"bias{n}": torch.randn(n, generator=numbers, device="cpu") for n in range(1, 8)},
         "step": seed,
         "note": "a value that any damaged bit makes another value, " * 30,
     }

@@ -1,0 +1,56 @@
+"""A state that is wrapped on one side only: its paths begin with a word that the other side's lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torchferry.core.tree import Path
+
+_MOST_WORDS = 3
+"""Wrappers nest: DistributedDataParallel around a compiled module is `module._orig_mod.`"""
+
+_MOST_TRIED = 8
+"""Of a real wrapper the first try is the right one."""
+
+_Words = tuple[str, ...]
+
+
+def wrapper_hint(incoming_only: Iterable[Path], local_only: Iterable[Path]) -> list[str]:
+    """Say which word the paths of one side begin with, if that is all they differ in; nothing if not.
+
+    >>> wrapper_hint([("module.w",), ("module.b",)], [("w",), ("b",)])
+    ['all incoming paths begin with `module.`: wrapped on one side only?']
+    >>> wrapper_hint([("model", "w"), ("step",)], [("model", "_orig_mod.w")])
+    ['all local paths in `model` begin with `_orig_mod.`: wrapped on one side only?']
+    """
+    incoming, local = list(map(_words, incoming_only)), list(map(_words, local_only))
+    for side, wrapped, bare in (("incoming", incoming, local), ("local", local, incoming)):
+        found = _wrapper(wrapped, bare)
+        if found is not None:
+            outside, words = found
+            where = f" in `{'.'.join(outside)}`" if outside else ""
+            return [f"all {side} paths{where} begin with `{'.'.join(words)}.`: wrapped on one side only?"]
+    return []
+
+
+def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words, _Words] | None:
+    """Find words that, taken out at one place, make the wrapped paths of that place bare ones."""
+    known = set(bare)
+    tried: set[tuple[_Words, _Words]] = set()
+    for path in wrapped:
+        for place in range(len(path) - 1):
+            for end in range(place + 1, min(place + _MOST_WORDS, len(path) - 1) + 1):
+                outside, words = path[:place], path[place:end]
+                if (outside, words) in tried or outside + path[end:] not in known:
+                    continue
+                if len(tried) == _MOST_TRIED:
+                    return None
+                tried.add((outside, words))
+                inside = [each for each in wrapped if each[:place] == outside]
+                if all(each[place:end] == words and outside + each[end:] in known for each in inside):
+                    return outside, words
+    return None
+
+
+def _words(path: Path) -> _Words:
+    return tuple(word for key in path for word in str(key).split("."))

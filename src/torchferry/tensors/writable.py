@@ -1,0 +1,107 @@
+"""Which local values can't be written in place, and why: what a receiver is told of its own state."""
+
+from __future__ import annotations
+
+import gc
+import re
+import types
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from torchferry.tensors import numpy_bridge, registry
+from torchferry.tensors.memory import CPU, Memory
+
+READ_ONLY = "in read-only memory: receive into a copy of it"
+
+_MOST_OBJECTS = 1 << 20
+"""Objects that refer to more than this are taken for such that hold tensors: nobody copies them as values."""
+
+_NOT_LOOKED_INTO = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+    str,
+    bytes,
+)
+
+
+def why_not_written(value: object) -> str | None:
+    """Say why a local value that could not be described can't be written; None if it is a plain value."""
+    if isinstance(value, torch.Tensor):
+        return _why_no_tensor(value)
+    name = registry.name_of(type(value))
+    if numpy_bridge.holds_array(value):
+        return f"an array of the class {name}, which can't be written in place"
+    if holds_tensors(value):
+        return f"a {name} that holds tensors: put those themselves into the state, as its state_dict() does"
+    return None
+
+
+def _why_no_tensor(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "a lazy parameter without a shape: run a forward first"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device: call `to_empty()` first"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}), which can't be written in place"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a tensor of the class {registry.name_of(type(tensor))}, which can't be written in place"
+    return f"a tensor that is not plain memory ({tensor.layout}), which can't be written in place"
+
+
+def holds_tensors(value: object) -> bool:
+    """Say whether a tensor or array can be reached from an object, through whatever it holds.
+
+    Not through classes, modules and functions: those belong to the program, not to the state.
+    """
+    seen: set[int] = set()
+    found = [value]
+    while found:
+        each = found.pop()
+        if isinstance(each, torch.Tensor) or numpy_bridge.holds_array(each):
+            return True
+        if id(each) in seen or isinstance(each, _NOT_LOOKED_INTO):
+            continue
+        seen.add(id(each))
+        if len(seen) > _MOST_OBJECTS:
+            return True
+        found += gc.get_referents(each)
+    return False
+
+
+def read_only(memories: Sequence[Memory]) -> list[int]:
+    """List the memories, by number, in which a write would end the process; none where that can't be told."""
+    spans = sorted(
+        (memory.storage.data_ptr() + memory.base, number)
+        for number, memory in enumerate(memories)
+        if memory.device is CPU and memory.storage.nbytes() > memory.base
+    )
+    starts = [start for start, _ in spans]
+    found = []
+    for low, high in _read_only_ranges():
+        # What begins in a range, and what begins before it and reaches into it.
+        first = bisect_left(starts, low)
+        for start, number in spans[max(first - 1, 0) : bisect_left(starts, high)]:
+            memory = memories[number]
+            if start - memory.base + memory.storage.nbytes() > low:
+                found.append(number)
+    return found
+
+
+_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
+
+
+def _read_only_ranges() -> list[tuple[int, int]]:
+    """List the ranges of addresses that this process may read and not write."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            lines = maps.read()
+    except OSError:
+        return []
+    return [(int(low, 16), int(high, 16)) for low, high in _RANGE.findall(lines)]

@@ -1,0 +1,407 @@
+"""Every private API of torch that torchferry uses, each with a fallback. No other module uses one.
+
+torch 2.9 to 2.15 differ in some of them, and a later version may lack any. What is missing is found out
+when it is asked for, once, and costs what its fallback says: nothing, or a feature with a clear error.
+`tests/unit/test_torch_internals.py` takes each of them away and tries the fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class MeshLayout(NamedTuple):
+    """Where the ranks of a mesh stand: position p of `ranks`, with a size and a stride for each dimension.
+
+    A dimension that was flattened out of several has several sizes and strides. A slice of a larger mesh has
+    the larger one's ranks, so that every rank of those finds the slice that it is in itself.
+    """
+
+    ranks: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Give a rank's place along each dimension; None if it is not in the mesh.
+
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).coordinate(2)
+        (1, 0)
+        """
+        if rank not in self.ranks:
+            return None
+        position = self.ranks.index(rank)
+        return tuple(
+            _along(position, sizes, strides) for sizes, strides in zip(self.sizes, self.strides, strict=True)
+        )
+
+    def row(self, rank: int, dim: int) -> list[int]:
+        """List the ranks that differ from a rank of the mesh in their place along one dimension alone.
+
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).row(2, dim=0)
+        [0, 2]
+        """
+        start = self._origin(rank, [dim])
+        return [self.ranks[start + step] for step in _steps(self.sizes[dim], self.strides[dim])]
+
+    def block(self, rank: int) -> list[int]:
+        """List the ranks of the mesh that a rank is in, in order; of any, if it is in none."""
+        start = self._origin(rank, range(len(self.sizes))) if rank in self.ranks else 0
+        sizes = [size for dim in self.sizes for size in dim]
+        strides = [stride for dim in self.strides for stride in dim]
+        return [self.ranks[start + step] for step in _steps(sizes, strides)]
+
+    def _origin(self, rank: int, dims: Sequence[int]) -> int:
+        position = self.ranks.index(rank)
+        for dim in dims:
+            for size, stride in zip(self.sizes[dim], self.strides[dim], strict=True):
+                position -= position // stride % size * stride
+        return position
+
+
+def _along(position: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    place = 0
+    for size, stride in zip(sizes, strides, strict=True):
+        place = place * size + position // stride % size
+    return place
+
+
+def _steps(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    found = [0]
+    for size, stride in zip(sizes, strides, strict=True):
+        found = [step + number * stride for step in found for number in range(size)]
+    return found
+
+
+def layout_of(mesh: DeviceMesh) -> MeshLayout:
+    """Read a mesh's layout. Without torch's own record of it, a slice knows its own ranks only."""
+    layout = getattr(mesh, "_layout", None)
+    ranks = getattr(mesh, "_flatten_rank_map", None)
+    if layout is not None and ranks is not None:
+        with suppress(AttributeError, TypeError):
+            # From torch 2.13 on it is a sequence of dimensions; before that, two tuples.
+            if isinstance(layout, Sequence):
+                pairs = [(dim.shape, dim.stride) for dim in layout]
+            else:
+                pairs = list(zip(layout.shape, layout.stride, strict=True))
+            sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
+            return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides))
+    return _layout_of_ranks(mesh)
+
+
+def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
+    root, dims = _root_of(mesh)
+    strides = [prod(root.shape[dim + 1 :]) for dim in dims]
+    return MeshLayout(
+        tuple(root.mesh.flatten().tolist()),
+        tuple((int(root.shape[dim]),) for dim in dims),
+        tuple((stride,) for stride in strides),
+    )
+
+
+def _root_of(mesh: DeviceMesh) -> tuple[DeviceMesh, Sequence[int]]:
+    """Find the mesh that a mesh is a slice of, and its dimensions there. Without a record, it is its own."""
+    with suppress(Exception):
+        from torch.distributed.device_mesh import _mesh_resources
+
+        root = _mesh_resources.get_root_mesh(mesh)
+        names = list(root.mesh_dim_names or ())
+        if root is not mesh and mesh.mesh_dim_names:
+            return root, [names.index(name) for name in mesh.mesh_dim_names]
+    return mesh, range(mesh.ndim)
+
+
+def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
+    if isinstance(numbers, int):
+        return (numbers,)
+    return tuple(inner for number in numbers for inner in _flat(number))
+
+
+def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int | None) -> DeviceMesh:
+    """Make a mesh that has no process groups, as `rank` sees it; None is no rank of any mesh.
+
+    Without torch's layouts, it is made of the ranks of the part that `rank` is in.
+
+    Raises:
+        RuntimeError: this torch can't make one in a process that is in no group.
+    """
+    own = -1 if rank is None else rank
+    ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
+    # DeviceMesh makes tensors itself, and not all of its versions say where.
+    with torch.device("cpu"):
+        for make in (_layout_by_dims, _layout_by_tuples):
+            with suppress(ImportError, AttributeError, TypeError):
+                return DeviceMesh(
+                    device,
+                    mesh_dim_names=names,
+                    _layout=make(layout),
+                    _rank_map=ranks,
+                    _init_backend=False,
+                    _rank=own,
+                )
+        shape = [prod(sizes) for sizes in layout.sizes]
+        block = torch.tensor(layout.block(own), dtype=torch.int, device="cpu").view(shape)
+        try:
+            return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
+        except ValueError as error:
+            raise RuntimeError(
+                f"this torch can't make a mesh in a process without a group: {error}"
+            ) from None
+
+
+def _layout_by_dims(layout: MeshLayout) -> Any:
+    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
+
+    return _MeshLayout(tuple(map(_FlatLayout, layout.sizes, layout.strides)))
+
+
+def _layout_by_tuples(layout: MeshLayout) -> Any:
+    from torch.distributed._mesh_layout import _MeshLayout
+
+    sizes, strides = (
+        tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column)
+        for column in (layout.sizes, layout.strides)
+    )
+    return _MeshLayout(sizes, strides)  # type: ignore[call-arg,arg-type]
+
+
+def give_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
+    """Give a mesh the group of each of its dimensions. Without that, collectives on it raise."""
+    mesh._dim_group_names = [group.group_name for group in groups]
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry = {group.group_name: group for group in groups}
+
+
+def living_groups() -> list[Any]:
+    """List the process groups of this process. Without torch's record of them, only the default one."""
+    with suppress(ImportError, AttributeError):
+        from torch.distributed.distributed_c10d import _world
+
+        return list(_world.pg_names)
+    return [dist.group.WORLD] if dist.is_initialized() else []
+
+
+def make_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """Make a DTensor around a local tensor. Without private parts, the mesh must have this process in it."""
+    from torch.distributed.tensor import DTensor
+
+    try:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+        return DTensor(local, spec, requires_grad=False)
+    except (ImportError, TypeError):
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Give the local tensor of a DTensor itself; without that, a view of it."""
+    found = getattr(tensor, "_local_tensor", None)
+    return found if isinstance(found, torch.Tensor) else tensor.detach().to_local()
+
+
+def strided_shard() -> Any:
+    """Give the placement of shards within shards; without one, a class that nothing is an instance of."""
+    try:
+        from torch.distributed.tensor.placement_types import _StridedShard
+    except ImportError:
+        return _NoStridedShard
+    return _StridedShard
+
+
+class _NoStridedShard:
+    """Stands for a placement that this torch does not have."""
+
+
+class ShardedTensors(NamedTuple):
+    """torch's classes for ShardedTensors, all of them in a private package."""
+
+    shard: Any
+    shard_metadata: Any
+    tensor: Any
+    tensor_metadata: Any
+    tensor_properties: Any
+
+
+@cache
+def sharded_tensors() -> ShardedTensors:
+    """Give what ShardedTensors are made with.
+
+    Raises:
+        ImportError: this torch has none; then neither can there be one to send.
+    """
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+    return ShardedTensors(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties)
+
+
+def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
+    """Make a ShardedTensor of local shards and the metadata of the whole.
+
+    Not through an initialiser: ShardedTensor's own insists that this rank already owned these shards, and its
+    base's compares each shard with each other, which of a peer's shards may take for ever.
+
+    Raises:
+        ImportError: this torch makes them in another way.
+    """
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+    from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
+
+    properties = whole.tensor_properties
+    built: Any = ShardedTensorBase.__new__(
+        ShardedTensor,
+        _infer_sharding_spec_from_shards_metadata(whole.shards_metadata),
+        whole.size,
+        dtype=properties.dtype,
+        layout=torch.strided,
+        pin_memory=False,
+        requires_grad=properties.requires_grad,
+    )
+    built._local_shards = shards
+    built._metadata = whole
+    if dist.is_initialized():
+        built._prepare_init()
+    else:
+        built._process_group = None  # for what needs none: without it, even size() fails
+    return built
+
+
+def pytree() -> Any:
+    """Give torch's module of trees, which the pickled form of PGTransport's contract is made of.
+
+    Raises:
+        ImportError: this torch has none; then it has no such form either.
+    """
+    from torch.utils import _pytree
+
+    return _pytree
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Give what moves a group's messages on a device. Without torch's word for it, the group itself."""
+    if not isinstance(group, dist.ProcessGroup):
+        return group
+    try:
+        return group._get_backend(device)
+    except (RuntimeError, AttributeError):
+        return group
+
+
+def backend_name(backend: Any) -> str | None:
+    """Give the name of one of torch's own backends; None of all else."""
+    try:
+        from torch._C._distributed_c10d import Backend
+    except ImportError:
+        return None
+    return str(backend.name()) if isinstance(backend, Backend) else None
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """See a tensor with its sign turned round, by its neg bit; without that, a copy.
+
+    The imaginary part of a conjugated number is such a view, and the only public way to one.
+    """
+    view: Callable[[torch.Tensor], torch.Tensor] | None = getattr(torch, "_neg_view", None)
+    return -tensor if view is None else view(tensor)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Give a number that two objects share if they are one storage. Without it, where its memory begins."""
+    return getattr(storage, "_cdata", None) or storage.data_ptr()
+
+
+def is_zerotensor(tensor: torch.Tensor) -> bool:
+    """Say whether it is one of autograd's tensors of zeros without memory; without a word for it, no."""
+    ask = getattr(tensor, "_is_zerotensor", None)
+    return ask is not None and bool(ask())
+
+
+UNCOUNTED = -1
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Give how often torch has written to each tensor; UNCOUNTED of those of which it does not count that.
+
+    Inference tensors are such; without the counters, all are.
+    """
+    try:
+        return [tensor._version for tensor in tensors]
+    except (RuntimeError, AttributeError):
+        return [
+            UNCOUNTED if tensor.is_inference() else getattr(tensor, "_version", UNCOUNTED)
+            for tensor in tensors
+        ]
+
+
+def coo_members(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the indices and values of a COO tensor as they are, coalesced or not.
+
+    Without the private accessors, those of a coalesced one; any other raises.
+    """
+    if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
+        return tensor._indices(), tensor._values()
+    return tensor.indices(), tensor.values()
+
+
+def set_coalesced(tensor: torch.Tensor, coalesced: bool) -> None:
+    """Say of a COO tensor whether it is coalesced. Without that, it stays as it was."""
+    with suppress(AttributeError), torch.no_grad():
+        tensor._coalesced_(coalesced)
+
+
+def check_coo(tensor: torch.Tensor, coalesced: bool) -> None:
+    """Check the indices of a COO tensor; without torch's check, by making another one of them.
+
+    Raises:
+        RuntimeError: they point beyond the tensor.
+    """
+    indices, values = coo_members(tensor.detach())
+    check = getattr(torch, "_validate_sparse_coo_tensor_args", None)
+    if check is not None:
+        check(indices, values, tensor.shape, coalesced)
+    else:
+        torch.sparse_coo_tensor(
+            indices,
+            values,
+            tensor.shape,
+            is_coalesced=coalesced,
+            check_invariants=True,
+            device=values.device,
+        )
+
+
+def check_compressed(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
+    """Check the indices of a compressed sparse tensor; without torch's check, by making another one of them.
+
+    Raises:
+        RuntimeError: they do not fit the tensor.
+    """
+    check = getattr(torch, "_validate_sparse_compressed_tensor_args", None)
+    if check is not None:
+        check(*members, tensor.shape, tensor.layout)
+    else:
+        compressed, plain, values = members
+        torch.sparse_compressed_tensor(
+            compressed,
+            plain,
+            values,
+            tensor.shape,
+            layout=tensor.layout,
+            check_invariants=True,
+            device=values.device,
+        )
