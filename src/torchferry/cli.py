@@ -1,16 +1,16 @@
-"""The `torchferry` command. Each subcommand is a function elsewhere, added in `_build_app`."""
+"""The `torchferry` command. Each subcommand is a function elsewhere, added in `_build_app`.
+
+Nothing else imports this module, so a program that only uses the library never loads typer or rich.
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from torchferry import __version__
-
-if TYPE_CHECKING:
-    import typer
-
-_NEEDED = ("typer", "rich")
 
 
 def main() -> None:
@@ -19,31 +19,38 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name not in _NEEDED:
-            raise
-        print(
-            f"torchferry's commands need {' and '.join(_NEEDED)}: install its extra cli, which in a "
-            "checkout is pip install '.[cli]'",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
     _build_app()(prog_name="torchferry")
 
 
-def _build_app() -> typer.Typer:
-    # Inside, because the library must be importable without typer.
-    import typer
+class _Command(TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
 
+
+class _Group(TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Asked for nothing, show what there is. That is not a mistake, and exits with 0.
+        return super().parse_args(ctx, args or ["--help"])
+
+
+def _without_type(option: Any) -> Any:
+    """Show a flag without the `<bool>` that typer puts behind it: it takes no value."""
+    if option is not None:
+        option.metavar = ""
+    return option
+
+
+def _build_app() -> typer.Typer:
+    # Inside, because they take a while to import, which `--version` need not take.
     from torchferry.bench.cluster_command import bench_cluster
     from torchferry.bench.command import bench
     from torchferry.demo.command import demo
 
     app = typer.Typer(
-        no_args_is_help=True,
+        cls=_Group,
         add_completion=False,
         pretty_exceptions_show_locals=False,
         # So that the paragraphs of a docstring are wrapped to the terminal's width.
@@ -59,12 +66,12 @@ def _build_app() -> typer.Typer:
     @app.callback(help="Carries live PyTorch state from the processes that have it to those that need it.")
     def torchferry(
         version: bool = typer.Option(
-            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+            False, "--version", callback=show_version, is_eager=True, metavar="", help="Print the version."
         ),
     ) -> None:
         pass
 
-    app.command()(demo)
-    app.command()(bench)
-    app.command()(bench_cluster)
+    app.command(cls=_Command)(demo)
+    app.command(cls=_Command)(bench)
+    app.command(cls=_Command)(bench_cluster)
     return app

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ class MeshLayout(NamedTuple):
     """Where the ranks of a mesh stand: position p of `ranks`, with a size and a stride for each dimension.
 
     A dimension that was flattened out of several has several sizes and strides. A slice of a larger mesh has
-    the larger one's ranks, so that every rank of those finds the slice that it is in itself.
+    the larger one's ranks, so that every rank of those finds the slice that it is in itself. `coalesced` is
+    for torch 2.10 to 2.12, where a mesh that was flattened is not equal to a line of the same ranks.
     """
 
     ranks: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
+    coalesced: bool = False
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Give a rank's place along each dimension; None if it is not in the mesh.
@@ -86,13 +88,16 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
     ranks = getattr(mesh, "_flatten_rank_map", None)
     if layout is not None and ranks is not None:
         with suppress(AttributeError, TypeError):
-            # From torch 2.13 on it is a sequence of dimensions; before that, two tuples.
+            # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
+            coalesced = False
             if isinstance(layout, Sequence):
                 pairs = [(dim.shape, dim.stride) for dim in layout]
+            elif coalesced := isinstance(layout.shape, int):
+                pairs = [(layout.shape, layout.stride)]
             else:
                 pairs = list(zip(layout.shape, layout.stride, strict=True))
             sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
-            return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides))
+            return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides), coalesced)
     return _layout_of_ranks(mesh)
 
 
@@ -128,9 +133,6 @@ def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, ra
     """Make a mesh that has no process groups, as `rank` sees it; None is no rank of any mesh.
 
     Without torch's layouts, it is made of the ranks of the part that `rank` is in.
-
-    Raises:
-        RuntimeError: this torch can't make one in a process that is in no group.
     """
     own = -1 if rank is None else rank
     ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
@@ -146,14 +148,20 @@ def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, ra
                     _init_backend=False,
                     _rank=own,
                 )
-        shape = [prod(sizes) for sizes in layout.sizes]
-        block = torch.tensor(layout.block(own), dtype=torch.int, device="cpu").view(shape)
-        try:
-            return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
-        except ValueError as error:
-            raise RuntimeError(
-                f"this torch can't make a mesh in a process without a group: {error}"
-            ) from None
+        return _mesh_of_ranks(device, layout, names, own)
+
+
+def _mesh_of_ranks(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
+    shape = [prod(sizes) for sizes in layout.sizes]
+    block = torch.tensor(layout.block(rank), dtype=torch.int, device="cpu").view(shape)
+    if dist.is_initialized():
+        return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
+    # Its initialiser asks for the rank, which a process without a group does not have.
+    mesh: Any = DeviceMesh.__new__(DeviceMesh)
+    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = device, block, names
+    mesh._flatten_mesh_list = tuple(block.flatten().tolist())
+    mesh._coordinate_on_dim = mesh._thread_id = None
+    return cast(DeviceMesh, mesh)
 
 
 def _layout_by_dims(layout: MeshLayout) -> Any:
@@ -169,6 +177,8 @@ def _layout_by_tuples(layout: MeshLayout) -> Any:
         tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column)
         for column in (layout.sizes, layout.strides)
     )
+    if layout.coalesced:
+        return _MeshLayout(sizes[0], strides[0])  # type: ignore[call-arg,arg-type]
     return _MeshLayout(sizes, strides)  # type: ignore[call-arg,arg-type]
 
 

@@ -209,7 +209,7 @@ def purity_breaches(module: Module) -> list[str]:
 
 
 def terminal_breaches(module: Module) -> list[str]:
-    """Imports of what only the command line needs, and only its extra installs."""
+    """Imports of what only the command line needs, and loads when it runs."""
     if any(is_beneath(module.name, home) for home in TERMINAL_MODULES):
         return []
     return [f"{module.name}:{i.line} imports {i.name}" for i in imports_of(module) if i.top in TERMINAL]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +66,19 @@ class TestTheOptions:
         for text in ("--workers", "2<=x<=8", "--kill-at", "1<=x<=59", "--seed"):
             assert text in output
 
+    def test_none_at_all_is_a_question_for_help_and_no_mistake(self) -> None:
+        code, output = invoke()
+        assert (code, output) == invoke("--help")
+        assert code == 0
+        assert "demo" in output
+
+    @pytest.mark.parametrize("command", [[], ["demo"], ["bench"], ["bench-cluster"]])
+    def test_that_take_no_value_are_shown_without_a_type(self, command: list[str]) -> None:
+        code, output = invoke(*command, "--help")
+        assert code == 0
+        assert "--help" in output
+        assert "bool" not in output
+
     def test_include_the_version(self) -> None:
         assert invoke("--version") == (0, f"torchferry {__version__}\n")
 
@@ -109,24 +121,3 @@ class TestTheExitCode:
         code, output = play_by(interrupt, monkeypatch)
         assert code == 130
         assert "Interrupted" in output
-
-
-class TestWithoutTheExtra:
-    @pytest.mark.parametrize("package", ["typer", "rich"])
-    def test_it_says_what_to_install(
-        self,
-        package: str,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert stopped.value.code == 2
-        assert "pip install '.[cli]'" in capsys.readouterr().err
-
-    def test_another_missing_module_is_not_blamed_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "rich", None)
-        monkeypatch.setattr(cli, "_NEEDED", ("typer",))
-        with pytest.raises(ModuleNotFoundError):
-            cli.main()

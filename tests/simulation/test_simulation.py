@@ -58,7 +58,15 @@ def test_what_must_hold_holds_for_every_seed() -> None:
         # Every sort of ending has really been played.
         for error in ("done", "Corrupted", "BadManifest", "TargetTorn", "TornAndLate", "StateMismatch"):
             assert happened[f"receiver: {error}"] > 0
-        for error in ("done", "SendLate", "SendBroken", "LinkBroken", "LinkTimeout", "StateChanged"):
+        for error in (
+            "done",
+            "SendLate",
+            "SendBroken",
+            "LinkBroken",
+            "LinkTimeout",
+            "StateChanged",
+            "Unsendable",
+        ):
             assert happened[f"sender: {error}"] > 0
 
 
@@ -171,6 +179,10 @@ def staged_memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window.Window, "__bool__", lambda self: False)
 
 
+def receivers_are_not_told_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_refuse", lambda *_: None)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
     no_frame_digest,
@@ -185,6 +197,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     everybody_got_it,
     a_lost_receiver_is_its_relay_s_loss,
     staged_memory_is_never_given_back,
+    receivers_are_not_told_of_a_refusal,
 ]
 
 

@@ -36,7 +36,9 @@ def bench(
         list[Path] | None,
         typer.Option("--from", help="Measure nothing: show what --json has written. Repeatable."),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the workloads and systems, and stop.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", metavar="", help="List the workloads and systems, and stop.")
+    ] = False,
 ) -> None:
     """Compare torchferry with what else moves a state, and with what the machine can do.
 

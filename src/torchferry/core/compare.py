@@ -101,7 +101,9 @@ def compare(incoming: Manifest, local: Manifest, look: Look, *, strict: bool, ex
     mismatches.extend(_conflicts(incoming, local, fitting))
     hints: list[str] = []
     if mismatches:
-        hints += wrapper_hint([each.path for each in incoming_only], [each.path for each in local_only])
+        hints += wrapper_hint(
+            *([each.path for each in places] for places in (incoming_only, local_only, pairs))
+        )
         if incoming_only and extra == "error" and not hints:
             hints.append(_EXTRA_HINT)
     return Comparison(

@@ -15,8 +15,12 @@ _MOST_TRIED = 8
 _Words = tuple[str, ...]
 
 
-def wrapper_hint(incoming_only: Iterable[Path], local_only: Iterable[Path]) -> list[str]:
+def wrapper_hint(
+    incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
+) -> list[str]:
     """Say which word the paths of one side begin with, if that is all they differ in; nothing if not.
+
+    `common` are the paths that both sides have.
 
     >>> wrapper_hint([("module.w",), ("module.b",)], [("w",), ("b",)])
     ['all incoming paths begin with `module.`: wrapped on one side only?']
@@ -24,12 +28,14 @@ def wrapper_hint(incoming_only: Iterable[Path], local_only: Iterable[Path]) -> l
     ['all local paths in `model` begin with `_orig_mod.`: wrapped on one side only?']
     """
     incoming, local = list(map(_words, incoming_only)), list(map(_words, local_only))
+    both = list(map(_words, common))
     for side, wrapped, bare in (("incoming", incoming, local), ("local", local, incoming)):
         found = _wrapper(wrapped, bare)
         if found is not None:
             outside, words = found
             where = f" in `{'.'.join(outside)}`" if outside else ""
-            return [f"all {side} paths{where} begin with `{'.'.join(words)}.`: wrapped on one side only?"]
+            every = "all other" if any(path[: len(outside)] == outside for path in both) else "all"
+            return [f"{every} {side} paths{where} begin with `{'.'.join(words)}.`: wrapped on one side only?"]
     return []
 
 

@@ -15,7 +15,7 @@ import torch
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
-from torchferry.tensors.branches import open_branch
+from torchferry.tensors.branches import Opened, open_branch
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
@@ -113,6 +113,9 @@ def _describe(state: object, otherwise: _Otherwise, traces: Traces | None) -> De
 _MANY = 16
 """So many tensors side by side are described at once."""
 
+_MANY_BRANCHES = 1 << 15
+"""After so many containers it is worth to count how many more there are."""
+
 _Otherwise = Callable[[object, Unsendable], Leaf]
 
 
@@ -160,10 +163,12 @@ class _Describer:
         self._values: list[object] = []
         self._storages = StorageTable(traces, careful=careful)
         self._known: dict[int, int] = {}
+        self._state: object = None
         self._path_bytes = 0
         self._uncounted: list[int] = []
 
     def run(self, state: object) -> Description:
+        self._state = state
         root = self._walk(state, (), 0)
         storages = self._storages.finish()
         manifest = Manifest(
@@ -200,9 +205,13 @@ class _Describer:
             )
         index = len(self._branches)
         self._branches.append(None)
-        names = range(len(opened.children)) if opened.keys is None else opened.keys
+        names = _names_of(opened)
         added = path_bytes(Branch(opened.kind, (0,) * len(opened.children), keys))
-        self._spend(len(added) * (length_bytes + 16) + sum(added), path)
+        self._path_bytes += len(added) * (length_bytes + 16) + sum(added)
+        # A container in two places doubles with every level: to go to all of them may take hours.
+        in_all = _paths_of(self._state, {})[1] if index == _MANY_BRANCHES else self._path_bytes
+        if in_all > MAX_PATH_BYTES:
+            raise _too_many_places(path)
         children = self._plain_tensors(opened.children)
         if children is None:
             children = [
@@ -211,22 +220,6 @@ class _Describer:
             ]
         self._branches[index] = Branch(opened.kind, tuple(children), keys, opened.extra)
         return ~index
-
-    def _spend(self, nbytes: int, path: tuple[object, ...]) -> None:
-        """Count what all paths take together: receivers accept no more, and so nothing is sent that has more.
-
-        Raises:
-            Unsendable: it is too much, for a container stands in so many places.
-        """
-        self._path_bytes += nbytes
-        if self._path_bytes > MAX_PATH_BYTES:
-            where = format_path(path[:8]) + "…"
-            raise Unsendable(
-                f"{where}: the paths of the state take more than {MAX_PATH_BYTES:,} bytes together. Is one "
-                "container in very many places? Each of them arrives as a container of its own",
-                path=where,
-                phase="describe",
-            )
 
     def _plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
         """Describe many values at once, if all are plain tensors that were not seen before; None if not."""
@@ -277,3 +270,36 @@ class _Describer:
         self._leaves.append(leaf)
         self._values.append(value)
         return len(self._leaves) - 1
+
+
+def _names_of(opened: Opened) -> Sequence[object]:
+    """Give the keys of a container as its user has them, or positions."""
+    return range(len(opened.children)) if opened.keys is None else opened.keys
+
+
+def _paths_of(value: object, known: dict[int, tuple[int, int, object]]) -> tuple[int, int]:
+    """Count the places beneath a value, and what their paths take, looking into each container once."""
+    if id(value) in known:
+        return known[id(value)][:2]
+    try:
+        opened = None if type(value) in PLAIN else open_branch(value)
+    except Unsendable:
+        opened = None
+    places = nbytes = 0
+    for key, child in () if opened is None else zip(_names_of(opened), opened.children, strict=True):
+        inner, inner_bytes = _paths_of(child, known)
+        places += 1 + inner
+        nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if isinstance(key, str) else 8))
+    # With what was opened, which may be the only thing that keeps its children, and so their ids, alive.
+    known[id(value)] = places, nbytes, opened
+    return places, nbytes
+
+
+def _too_many_places(path: tuple[object, ...]) -> Unsendable:
+    where = format_path(path[:8]) + "…"
+    return Unsendable(
+        f"{where}: the paths of the state take more than {MAX_PATH_BYTES:,} bytes together, which no "
+        "receiver accepts. Is one container in very many places? Each arrives as a container of its own",
+        path=where,
+        phase="describe",
+    )

@@ -19,7 +19,14 @@ BYTES = spec((4, 4), (4, 1), dtype="uint8", itemsize=1)
 FLOAT32 = Special(33, pack("torch.float32"))
 PRESERVE = Special(35, pack("torch.preserve_format"))
 
-MESH: dict[str, Any] = {"device": "cpu", "ranks": [0, 1], "sizes": [[2]], "strides": [[1]], "names": None}
+MESH: dict[str, Any] = {
+    "device": "cpu",
+    "ranks": [0, 1],
+    "sizes": [[2]],
+    "strides": [[1]],
+    "coalesced": False,
+    "names": None,
+}
 SPARSE = ({"layout": "torch.sparse_coo", "size": [2, 2]}, {"grad": 0, "coalesced": True})
 CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": None})
 DTENSOR = (

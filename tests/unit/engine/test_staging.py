@@ -164,7 +164,7 @@ class TestStagingForAnAccelerator:
 
         monkeypatch.setattr(torch, "empty", empty)
         staging.Staging(torch.device("cpu"), pinned=True).take(MiB)
-        assert asked == [{"dtype": torch.uint8, "pin_memory": True}]
+        assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
     def test_falls_back_to_plain_memory(self) -> None:
         if torch.accelerator.is_available():

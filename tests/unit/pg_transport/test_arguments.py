@@ -71,6 +71,22 @@ def test_what_is_no_group_is_refused() -> None:
         PGTransport("gloo", 10, "cpu")
 
 
+def test_a_group_that_this_process_is_not_in_is_said_to_be_one(pair: Cluster) -> None:
+    member, other = pair.run(outside_the_group)
+    assert member == ""
+    assert "this process is not a member of the group" in other
+    assert "-100" not in other
+
+
+def outside_the_group(rank: int) -> str:
+    group = dist.new_group([0])
+    try:
+        PGTransport(group, 10, "cpu")
+    except BadArgument as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("given", [{"w": 1}, torch.nn.Linear(1, 1)], ids=["a state", "a module"])
 def test_a_state_where_a_function_is_needed_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"pass model\.state_dict, not model\.state_dict\(\)"):

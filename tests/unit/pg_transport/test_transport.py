@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.cluster import Cluster
 from tests.unit.pg_transport.quacking import Ends, Group
 from torchferry import (
     BadManifest,
+    LinkTimeout,
     PeerGaveUp,
     PGTransport,
     StateMismatch,
@@ -304,6 +306,69 @@ def unanswered(rank: int) -> str:
     with pytest.raises(TimeoutError) as raised:
         calls[rank]()
     return str(raised.value)
+
+
+def wait_for_a_late_sender(rank: int, late_s: float) -> dict[str, Any]:
+    """Rank 0 begins late, and then sends; rank 1 has a `stall_timeout` that is far shorter than that."""
+    here = PGTransport(dist.group.WORLD, 20, "cpu", stall_timeout=0.3)
+    if rank == 0:
+        time.sleep(late_s)
+        here.send_checkpoint([1], {"w": torch.ones(1 << 20)}, step=41)
+    else:
+        here.recv_checkpoint(0)
+    report = here.last_report
+    assert report is not None
+    return {
+        "step": report.step,
+        "phases": report.phases_s,
+        "rate": report.bytes_per_second,
+        "text": str(report),
+    }
+
+
+def test_a_receiver_knows_the_step_and_waiting_for_the_sender_is_neither_a_stall_nor_work(
+    pair: Cluster,
+) -> None:
+    late_s = 1.0
+    sent, received = pair.run(wait_for_a_late_sender, late_s)
+    assert sent["step"] == received["step"] == 41
+    assert "(step 41)" in received["text"]
+    assert received["phases"]["wait"] > late_s / 2
+    assert sum(seconds for name, seconds in received["phases"].items() if name != "wait") < late_s / 2
+    assert received["rate"] > (4 << 20) / late_s, "the rate is that of the transfer, without the wait"
+
+
+def wait_in_vain(rank: int) -> tuple[float, str, str]:
+    group = dist.new_group([0, 1])
+    here = PGTransport(group, 1.0, "cpu", stall_timeout=0.2)
+    start = time.monotonic()
+    if rank == 0:
+        return 0.0, "", ""
+    with pytest.raises(LinkTimeout) as raised:
+        here.recv_checkpoint(0)
+    return time.monotonic() - start, type(raised.value).__name__, str(raised.value.phase)
+
+
+def test_the_timeout_still_runs_from_the_call(pair: Cluster) -> None:
+    _, (seconds, name, phase) = pair.run(wait_in_vain)
+    assert (name, phase) == ("LinkTimeout", "wait")
+    assert 1.0 <= seconds < 1.6
+
+
+def send_to_three(rank: int, relay: dict[str, bool]) -> tuple[Any, ...]:
+    here = PGTransport(dist.group.WORLD, 20, "cpu", **relay)  # type: ignore[arg-type]
+    if rank == 0:
+        here.send_checkpoint([1, 2, 3], {"w": torch.ones(64 << 20, dtype=torch.uint8)})
+    else:
+        here.recv_checkpoint(0)
+    report = here.last_report
+    assert report is not None
+    return report.forwarded_by, report.forwarded_to
+
+
+def test_receivers_forward_to_each_other_only_if_that_is_asked_for(quad: Cluster) -> None:
+    assert quad.run(send_to_three, {}) == [(None, None)] * 4
+    assert quad.run(send_to_three, {"relay": True}) == [(None, None), (None, 2), (1, 3), (2, None)]
 
 
 def test_two_transfers_one_after_the_other_are_not_mixed_up() -> None:

@@ -17,7 +17,14 @@ from torchferry.testing import MemoryNetwork
 
 WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)
 BYTES = TensorSpec("uint8", 1, (2, 8), (8, 1), 0, 0)
-MESH = {"device": "cpu", "ranks": [0, 1], "sizes": [[2]], "strides": [[1]], "names": None}
+MESH = {
+    "device": "cpu",
+    "ranks": [0, 1],
+    "sizes": [[2]],
+    "strides": [[1]],
+    "coalesced": False,
+    "names": None,
+}
 
 
 def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:

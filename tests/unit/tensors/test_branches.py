@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -270,3 +271,129 @@ def test_states_are_carried_up_to_the_greatest_depth_and_no_deeper() -> None:
         (received,) = received
     assert torch.equal(received, torch.ones(1))
     assert f"deeper than {MAX_DEPTH}" in str(refusal_of(nested(MAX_DEPTH + 1)))
+
+
+@pytest.mark.parametrize("levels", [20, 30, 200])
+def test_a_container_in_too_many_places_is_refused_at_the_sender(levels: int) -> None:
+    """Each of its places is a container of its own, so that the paths double with every level."""
+    state: Any = torch.ones(1)
+    for _ in range(levels):
+        state = [state, state]
+    error = refusal_of({"model": state})
+    assert (error.path or "").startswith("model[0]")
+    assert "Is one container in very many places?" in str(error)
+
+
+def test_a_container_in_two_places_arrives_as_two_with_the_same_tensors() -> None:
+    shared = {"w": torch.ones(2), "n": 1}
+    received = ferry({"a": shared, "b": shared}).state
+    assert_same({"a": dict(shared), "b": dict(shared)}, received)
+    assert received["a"] is not received["b"]
+    assert received["a"]["w"] is received["b"]["w"]
+
+
+@register
+@dataclass
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """As transformers has them: its items are those of its fields that are set."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "logits"):
+            if getattr(self, name) is not None:
+                OrderedDict.__setitem__(self, name, getattr(self, name))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise AssertionError("no method of the class is called")
+
+
+@register
+@dataclass
+class Bag(dict):  # type: ignore[type-arg]
+    name: str
+
+
+@register
+@dataclass
+class Batch(list):  # type: ignore[type-arg]
+    name: str
+
+
+def filled(container: Any, items: Any) -> Any:
+    if isinstance(container, dict):
+        dict.update(container, items)
+    else:
+        list.extend(container, items)
+    return container
+
+
+BOTH: dict[str, Callable[[], Any]] = {
+    "an output": lambda: ModelOutput(loss=torch.ones(2)),
+    "a dict": lambda: filled(Bag("b"), {"x": torch.ones(2), 3: [1]}),
+    "a list": lambda: filled(Batch("b"), [torch.ones(2), {"a": 1}]),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
+@pytest.mark.parametrize("name", BOTH)
+def test_a_dataclass_that_is_also_a_container_keeps_its_fields_and_its_items(
+    name: str, in_place: bool
+) -> None:
+    original = BOTH[name]()
+    received = ferry({"o": original}, into={"o": BOTH[name]()} if in_place else None).state["o"]
+    assert type(received) is type(original)
+    assert_same(vars(original), vars(received))
+    plain = dict if isinstance(original, dict) else list
+    assert_same(plain(original), plain(received))
+    if name == "an output":
+        assert list(received.keys()) == ["loss"]
+        assert received.loss is dict.__getitem__(received, "loss")
+        assert received.logits is None
+
+
+@register
+@dataclass
+class Word(str):
+    language: str
+
+
+@register
+@dataclass
+class Trouble(Exception):
+    code: int
+
+
+@pytest.mark.parametrize("value", [Word("en"), Trouble(3)], ids=["a str", "an exception"])
+def test_a_dataclass_that_is_also_another_built_in_is_refused_at_the_sender(value: object) -> None:
+    said = refusal_at_a_path(value)
+    assert type(value).__qualname__ in said
+    assert "rebuilt from its fields" in said
+
+
+class Slotted:
+    __slots__ = ("__hidden", "beside")
+
+
+@register
+@dataclass
+class OnSlots(Slotted):
+    value: int
+
+
+def test_what_a_base_keeps_in_slots_is_not_lost_without_a_word() -> None:
+    plain: Any = OnSlots(1)
+    assert ferry(plain).state == plain
+    plain.beside = torch.ones(1)
+    assert "attributes beside its fields (beside)" in refusal_at_a_path(plain)
+    hidden = OnSlots(1)
+    object.__setattr__(hidden, "_Slotted__hidden", 1)
+    assert "attributes beside its fields (_Slotted__hidden)" in refusal_at_a_path(hidden)
+
+
+def test_an_attribute_that_can_t_travel_is_said_to_be_one() -> None:
+    state: Any = torch.nn.Linear(1, 1).state_dict()
+    state._metadata["odd"] = {"version": object()}
+    said = refusal_at_a_path(state)
+    assert "in its attribute _metadata, a value of type builtins.object can't travel" in said

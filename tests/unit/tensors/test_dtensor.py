@@ -24,7 +24,6 @@ from torchferry.engine import Pull, Push, pull, push
 from torchferry.errors import StateMismatch
 from torchferry.tensors.kinds import Site
 from torchferry.testing import MemoryNetwork
-from torchferry.torch_internals import MeshLayout, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -303,19 +302,17 @@ def test_a_local_part_that_can_not_travel_is_refused_with_its_path(mesh: DeviceM
     assert "meta device" in refusal_at_a_path(meta)
 
 
-def test_outside_any_group_only_what_is_not_split_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_any_group_only_what_is_not_split_arrives(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = on(mesh["inner"], Replicate())
+    network = MemoryNetwork()
+    for placement in (Replicate(), Shard(0)):
+        push(network.link(0), [1], {"d": on(mesh["inner"], placement)}, Push(10, MAX_METADATA_BYTES))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    elsewhere = make_mesh("cpu", MeshLayout((0, 1), ((2,),), ((1,),)), ("dp",), 1)
-
-    def placed(placement: Placement) -> Any:
-        shape = torch.Size((4, 3))
-        return DTensor.from_local(
-            torch.ones(2, 3), elsewhere, [placement], run_check=False, shape=shape, stride=(3, 1)
-        )
-
-    received = ferry({"d": placed(Replicate())}).state["d"]
-    assert received.device_mesh == elsewhere
-    assert received.device_mesh.get_coordinate() is None
-    assert torch.equal(received._local_tensor, torch.ones(2, 3))
+    state: Any = pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))[0]
+    assert state["d"].device_mesh.get_coordinate() is None
+    assert state["d"].device_mesh.mesh_dim_names == ("inner",)
+    assert torch.equal(state["d"]._local_tensor, original._local_tensor)
     with pytest.raises(StateMismatch, match=r"incoming \(1\), local outside the mesh"):
-        ferry({"d": placed(Shard(0))})
+        pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))

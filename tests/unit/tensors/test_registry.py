@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, make_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -133,3 +137,50 @@ def test_a_subclass_of_a_registered_type_is_another_type() -> None:
         pass
 
     assert not registry.is_registered(Child)
+
+
+SPAWNING = """
+import os, sys, tempfile
+from dataclasses import dataclass
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torchferry
+
+@torchferry.register
+@dataclass
+class Position:
+    epoch: int
+
+def worker(rank, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ferry = torchferry.PGTransport(dist.group.WORLD, 30, "cpu")
+    for sender in (0, 1):
+        if rank == sender:
+            ferry.send_checkpoint([1 - rank], {"at": Position(7 + rank)})
+        else:
+            got = ferry.recv_checkpoint(sender)["at"]
+            assert type(got) is Position and got.epoch == 7 + sender, got
+            print(rank, Position.__module__, got.epoch, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        other = mp.get_context("spawn").Process(target=worker, args=(1, folder))
+        other.start()
+        worker(0, folder)
+        other.join()
+        sys.exit(other.exitcode)
+"""
+
+
+def test_a_class_of_the_script_is_the_same_in_a_process_that_the_script_has_spawned(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "main" in line]
+    assert sorted(said) == ["0 __main__ 8", "1 __mp_main__ 7"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ from tests.support.equality import assert_same
 from tests.support.transfer import ferry
 from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
-from torchferry.errors import StateMismatch
+from torchferry.errors import StateMismatch, Unsendable
+from torchferry.tensors.describe import describe
+from torchferry.tensors.values import MAX_NESTED
 
 VALUES = [
     None, True, False, 0, 1, -1, 2**31, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 2**125, -(2**200),
@@ -168,3 +174,45 @@ def test_a_tensor_is_no_key() -> None:
 
 def test_a_state_that_is_itself_what_can_not_travel_is_refused_too() -> None:
     assert str(refusal_of(len)).startswith("(the state itself): ")
+
+
+def nested(kind: Any, levels: int) -> Any:
+    value: Any = kind()
+    for _ in range(levels):
+        value = kind([value])
+    return value
+
+
+@pytest.mark.parametrize("kind", [tuple, frozenset])
+def test_keys_and_sets_that_are_nested_too_deep_are_refused_and_no_stack_overflows(kind: Any) -> None:
+    for value in ({nested(kind, 500): 1}, {nested(kind, 500)}, {nested(kind, 100_000)}):
+        assert "nested deeper than 64" in refusal_at_a_path(value)
+
+
+@pytest.mark.parametrize("kind", [tuple, frozenset])
+def test_keys_and_sets_are_carried_up_to_the_greatest_depth(kind: Any) -> None:
+    deepest = nested(kind, MAX_NESTED - 2)
+    assert ferry({deepest: 1, "s": {deepest}}).state == {deepest: 1, "s": {deepest}}
+
+
+def test_a_key_that_is_twice_in_itself_many_times_is_looked_at_once() -> None:
+    """Hashing it takes for ever, so it is no key: but a value in an attribute may be such."""
+    value: Any = ()
+    for _ in range(MAX_NESTED + 10):
+        value = (value, value)
+    state = OrderedDict(w=1)
+    state._metadata = value  # type: ignore[attr-defined]
+    assert "nested deeper than 64" in refusal_at_a_path(state)
+
+
+def in_a_deep_stack(levels: int, call: Callable[[], Any]) -> Any:
+    return call() if levels == 0 else in_a_deep_stack(levels - 1, call)
+
+
+def test_a_state_that_the_rest_of_the_stack_is_too_short_for_is_refused() -> None:
+    state: Any = 1
+    for _ in range(250):
+        state = [state]
+    free = sys.getrecursionlimit() - len(inspect.stack())
+    with pytest.raises(Unsendable, match="deeper than Python's stack allows"):
+        in_a_deep_stack(free - 300, lambda: describe(state))

@@ -68,6 +68,7 @@ class Mesh(Form, frozen=True):
     ranks: tuple[Count, ...]
     sizes: Annotated[tuple[Dims, ...], Meta(max_length=MAX_DIMS)]
     strides: Annotated[tuple[Dims, ...], Meta(max_length=MAX_DIMS)]
+    coalesced: bool
     names: Annotated[tuple[str, ...], Meta(max_length=MAX_DIMS)] | None
 
 
@@ -262,7 +263,7 @@ def _mesh_to_wire(mesh: DeviceMesh) -> Mesh:
 
 
 def _layout(wire: Mesh) -> MeshLayout:
-    return MeshLayout(wire.ranks, wire.sizes, wire.strides)
+    return MeshLayout(wire.ranks, wire.sizes, wire.strides, wire.coalesced)
 
 
 def _mesh_from_wire(wire: Mesh) -> DeviceMesh:

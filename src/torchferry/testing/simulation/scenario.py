@@ -12,7 +12,7 @@ import torch
 
 from torchferry.core.plan import SEAL_MESSAGES
 from torchferry.engine import Group, Pull, Push, pull, push
-from torchferry.errors import FerryError, SendFailed, StateMismatch, TargetTorn
+from torchferry.errors import FerryError, PeerGaveUp, SendFailed, StateMismatch, TargetTorn, Unsendable
 from torchferry.testing.simulation.network import Harm, Network, SimulatedRunner
 from torchferry.testing.simulation.world import World
 
@@ -27,6 +27,7 @@ _FOR_GOOD_S = 1e6
 _NEVER = 1 << 30
 _MOST_PACKED = 16
 _CRAWL_S = 1.0
+_SELDOM = 0.05
 
 State = dict[str, Any]
 
@@ -51,6 +52,7 @@ class Play:
     stopped: tuple[int, float, float] | None
     refuses: bool
     changes_at_s: float | None
+    unsendable: bool
 
 
 def plan_play(seed: int) -> Play:
@@ -81,6 +83,8 @@ def plan_play(seed: int) -> Play:
         (rank, chance.random() * 0.3, chance.choice((0.3, 2.0, _FOR_GOOD_S))) if "stop" in troubles else None,
         "refuse" in troubles,
         chance.random() * 0.2 if "change" in troubles else None,
+        # By chance of its own, so that all else of a seed is as it was before there was this.
+        Random(-1 - seed).random() < _SELDOM,
     )
 
 
@@ -150,7 +154,8 @@ class _Run:
             ahead_bytes=1 << 20 if self.play.ahead else 0,
             runner=self._runner(0),
         )
-        return push(self.network.link(0), list(self.targets), self.source, terms, Group())
+        state = {**self.source, "hook": _unsendable} if self.play.unsendable else self.source
+        return push(self.network.link(0), list(self.targets), state, terms, Group())
 
     def _receiver(self, rank: int) -> Callable[[], Any]:
         target = self.targets[rank]
@@ -264,6 +269,9 @@ class _Run:
     def _check_sender(self) -> None:
         """Where nothing is wrong but a refusal, the sender does not notice."""
         play = self.play
+        if play.unsendable:
+            self._check_refusal()
+            return
         if play.changes_at_s is not None or play.slowness_s >= _CRAWL_S or play.harms or play.stopped:
             return
         if play.killed is None:
@@ -273,6 +281,20 @@ class _Run:
                 assert isinstance(error, StateMismatch) if play.refuses else error is None, repr(error)
         elif play.killed[0] > 0 and not play.refuses:
             self._check_others(play.killed[0])
+
+    def _check_refusal(self) -> None:
+        """A sender that can't send its state says so at once, and its receivers know if messages arrive."""
+        play, sender = self.play, self.world.processes[0]
+        if play.killed is not None or play.stopped is not None or play.harms:
+            return
+        assert isinstance(sender.error, Unsendable), repr(sender.error)
+        assert sender.ended_s is not None
+        assert sender.ended_s <= _FOUND_S, f"the sender refused at {sender.ended_s:.2f} s"
+        for rank in self.targets if play.slowness_s < _CRAWL_S else ():
+            receiver = self.world.processes[rank]
+            assert isinstance(receiver.error, PeerGaveUp), f"rank {rank} was not told: {receiver.error!r}"
+            assert receiver.ended_s is not None
+            assert receiver.ended_s <= _FOUND_S, f"rank {rank} was told at {receiver.ended_s:.2f} s"
 
     def _check_others(self, dead: int) -> None:
         for rank in self.targets:
@@ -284,6 +306,10 @@ class _Run:
                 assert named, f"rank {rank} does not know that it suffers from {dead}'s death: {error}"
             elif rank != dead:
                 assert error is None, f"rank {rank} suffered from {dead}'s death"
+
+
+def _unsendable() -> None:
+    """A function, which can't travel."""
 
 
 def make_state(seed: int) -> State:

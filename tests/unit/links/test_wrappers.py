@@ -1,0 +1,110 @@
+"""Wrappers around process groups: they say rank 0 of 1, and the true rank is behind them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+)
+
+from tests.support.cluster import HOST, Cluster
+from torchferry import BadArgument, PGTransport
+from torchferry.links.process_group import ProcessGroupLink, innermost, is_lasting, rank_in, size_of
+
+
+class Wrapper(dist.ProcessGroup):
+    """As some libraries write them: with the group as `_pg` and nothing else."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._pg = inner
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self._pg.recv(tensors, rank, tag)
+
+
+def configured(store: str, rank: int) -> ProcessGroupGloo:
+    group = ProcessGroupGloo()
+    group.configure(store, f"replica-{rank}", rank, 2)
+    return group
+
+
+def wrap(kind: str, store: str, rank: int) -> Any:
+    if kind == "plain":
+        return Wrapper(dist.group.WORLD)
+    if kind == "plain, twice":
+        return Wrapper(Wrapper(dist.group.WORLD))
+    group = configured(store, rank)
+    if kind == "torchft's, that swallows errors":
+        return ErrorSwallowingProcessGroupWrapper(group)
+    if kind == "torchft's, twice":
+        return FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(group))
+    return group
+
+
+KINDS = ["plain", "plain, twice", "torchft's", "torchft's, that swallows errors", "torchft's, twice"]
+
+
+def transfer_both_ways(rank: int, kind: str, store: str) -> dict[str, Any]:
+    """Rank 1 to rank 0, which has to know its own rank, and back."""
+    group = wrap(kind, store, rank)
+    here = PGTransport(group, 10, "cpu")
+    found: dict[str, Any] = {"rank": rank_in(group), "size": size_of(group), "lasting": is_lasting(group)}
+    found["gloo"] = ProcessGroupLink(group, torch.device("cpu")).sends_short
+    for wrong in (rank, 2):
+        with pytest.raises(BadArgument) as raised:
+            here.send_checkpoint([wrong], {})
+        found["itself" if wrong == rank else "outside"] = str(raised.value)
+    for sender in (1, 0):
+        if rank == sender:
+            here.send_checkpoint([1 - rank], {"w": torch.full((3,), float(sender))}, step=sender)
+        else:
+            received: Any = here.recv_checkpoint(sender)
+            found["received"] = received["w"].tolist()
+            found["step"] = here.last_report.step  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_true_rank_is_found_behind_every_wrapper(kind: str, pair: Cluster) -> None:
+    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    answers = pair.run(transfer_both_ways, kind, f"{HOST}:{server.port}/{uuid.uuid4()}")
+    for rank, found in enumerate(answers):
+        assert (found["rank"], found["size"], found["lasting"], found["gloo"]) == (rank, 2, False, True)
+        assert "this process itself" in found["itself"]
+        assert "ranks 0 to 1" in found["outside"]
+        assert found["received"] == [1.0 - rank] * 3
+        assert found["step"] == 1 - rank
+
+
+def test_a_wrapper_that_has_no_group_yet_does_not_know_its_rank() -> None:
+    for group in (ProcessGroupGloo(), ProcessGroupBabyGloo(), Wrapper(None)):
+        assert innermost(group) is group
+        assert rank_in(group) is None
+
+
+def test_a_wrapper_of_itself_is_not_looked_behind_for_ever() -> None:
+    group = Wrapper(None)
+    group._pg = group
+    assert innermost(group) is group
+
+
+def test_what_is_no_group_of_torch_s_is_asked_itself() -> None:
+    class Duck:
+        parent = _pg = "no group"
+
+        def rank(self) -> int:
+            return 3
+
+    assert (rank_in(Duck()), size_of(Duck())) == (3, None)

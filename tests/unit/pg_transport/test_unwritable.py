@@ -1,0 +1,151 @@
+"""Local values that can't be written in place: a mismatch says why, and their neighbours stay old."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.unit.pg_transport.quacking import Ends
+from torchferry import StateMismatch
+from torchferry.tensors.writable import holds_tensors
+
+
+class Holder:
+    """An object with a tensor in it, as a user's metric or buffer is."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class Slotted:
+    """The same, without a dict."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def mismatch_of(sent: object, local: object, **options: Any) -> str:
+    """Send a leaf beside a sound one, and give what is said of it; the sound one must stay as it was."""
+    neighbour = torch.zeros(3)
+    ends = Ends({"model": {"leaf": local, "w": neighbour}}, sender=options, **options)
+    with pytest.raises(StateMismatch) as raised:
+        ends.transfer({"model": {"leaf": sent, "w": torch.ones(3)}})
+    assert [mismatch.path for mismatch in raised.value.mismatches] == ["model.leaf"]
+    assert not neighbour.any()
+    return str(raised.value)
+
+
+PICKLED: dict[str, Callable[[], Any]] = {
+    "an object with a tensor": lambda: Holder(torch.ones(2)),
+    "an object with slots": lambda: Slotted(torch.ones(2)),
+    "an object deep inside": lambda: Holder([{"a": (Slotted(deque([torch.ones(2)])),)}]),
+    "a partial": lambda: functools.partial(print, torch.ones(2)),
+    "a module": lambda: torch.nn.Linear(2, 2),
+    "an array": lambda: Holder(numpy.ones(2)),
+    "a tensor subclass": lambda: torch.ones(2).as_subclass(Subclass),
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_a_pickled_leaf_with_tensors_does_not_pass_for_a_value(name: str) -> None:
+    said = mismatch_of(PICKLED[name](), PICKLED[name](), allow_pickle=True)
+    assert "incoming a pickled object with tensors in it" in said
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_a_value_does_not_pass_for_an_object_with_tensors(name: str) -> None:
+    for options in ({}, {"allow_pickle": True}):
+        mismatch_of(1, PICKLED[name](), **options)
+    mismatch_of(Holder(1), PICKLED[name](), allow_pickle=True)
+
+
+def test_a_pickled_leaf_does_not_pass_for_a_tensor() -> None:
+    assert "local tensor float32[2]" in mismatch_of(Holder(1), torch.zeros(2), allow_pickle=True)
+
+
+def test_pickled_values_without_tensors_are_returned_as_before() -> None:
+    neighbour = torch.zeros(2)
+    local = {"leaf": Holder("old"), "w": neighbour}
+    ends = Ends(local, sender={"allow_pickle": True}, allow_pickle=True)
+    received = ends.transfer({"leaf": Holder("new"), "w": torch.ones(2)})
+    assert received["leaf"].held == "new"
+    assert neighbour.tolist() == [1, 1]
+
+
+def test_fresh_a_pickled_leaf_may_have_tensors() -> None:
+    received = Ends(sender={"allow_pickle": True}, allow_pickle=True).transfer(Holder(torch.ones(2)))
+    assert received.held.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "value", [1, "text", [1, {"a": 2}], len, torch, torch.Tensor, Holder(None), object()]
+)
+def test_what_has_no_tensor_in_it_is_not_said_to(value: object) -> None:
+    assert not holds_tensors(value)
+
+
+def test_an_object_that_contains_itself_is_looked_into_once() -> None:
+    loop = Holder(None)
+    loop.held = [loop]
+    assert not holds_tensors(loop)
+
+
+REASONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "on the meta device": (
+        lambda: torch.zeros(3, device="meta"),
+        "local a tensor on the meta device: call `to_empty()` first",
+    ),
+    "a parameter on the meta device": (
+        lambda: torch.nn.Linear(1, 3, device="meta").weight,
+        "local a tensor on the meta device: call `to_empty()` first",
+    ),
+    "lazy": (lambda: torch.nn.LazyLinear(3).weight, "run a forward first"),
+    "a subclass": (lambda: torch.zeros(3).as_subclass(Subclass), "local a tensor of the class tests.unit."),
+    "a wrapper": (lambda: TwoTensor(torch.zeros(3), torch.zeros(3)), "two_tensor.TwoTensor"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8),
+        "local a quantized tensor (torch.qint8)",
+    ),
+    "an optimizer": (
+        lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]),
+        "local a torch.optim.sgd.SGD that holds tensors: put those themselves into the state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_mismatch_says_why_a_local_tensor_can_t_be_written(name: str) -> None:
+    make, reason = REASONS[name]
+    said = mismatch_of(torch.ones(3), make())
+    assert reason in said
+    assert "opaque" not in said
+
+
+@pytest.mark.filterwarnings("ignore:.*not writ")
+@pytest.mark.parametrize("many", [1, 40], ids=["alone", "among many small ones"])
+def test_read_only_memory_is_a_mismatch_and_not_a_lost_connection(many: int, tmp_path: Path) -> None:
+    """torch does not know that memory is read-only: a write to it would end the process."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 16))
+    fixed = torch.from_numpy(numpy.memmap(file, numpy.float32, mode="r", offset=256, shape=(64,)))
+    local = {f"t{n}": torch.zeros(64) for n in range(many)}
+    with pytest.raises(StateMismatch) as raised:
+        Ends({**local, "fixed": fixed}).transfer({name: torch.ones(64) for name in (*local, "fixed")})
+    (mismatch,) = raised.value.mismatches
+    assert mismatch.path == "fixed"
+    assert mismatch.local == "tensor in read-only memory: receive into a copy of it"
+    assert not any(tensor.any() for tensor in local.values())

@@ -1,0 +1,246 @@
+"""Private parts of torch: what is made of them, and what is done where this torch lacks one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.transfer import ferry
+from torchferry import torch_internals as internals
+from torchferry.errors import UnknownType
+from torchferry.tensors.kinds import kind_named
+from torchferry.torch_internals import MeshLayout
+
+RANK = 5
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Two by two by two; this process is at (1, 0, 1)."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=8)
+    yield init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    dist.destroy_process_group()
+
+
+SLICES = [("a", "b", "c"), ("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c")]
+
+
+def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh if len(names) == 3 else mesh[names]
+
+
+@pytest.mark.parametrize("names", SLICES, ids="".join)
+def test_a_layout_says_of_every_rank_what_torch_says_of_this_one(
+    names: tuple[str, ...], mesh: DeviceMesh
+) -> None:
+    part = part_of(mesh, names)
+    layout = internals.layout_of(part)
+    coordinate = part.get_coordinate()
+    assert coordinate is not None
+    assert layout.coordinate(RANK) == tuple(coordinate)
+    assert layout.block(RANK) == part.mesh.flatten().tolist()
+    for dim in range(part.ndim):
+        assert layout.row(RANK, dim) == dist.get_process_group_ranks(part.get_group(dim))
+    # Every other rank finds the slice that it is in itself.
+    for rank in range(8):
+        found = layout.coordinate(rank)
+        assert found is not None
+        assert [layout.row(rank, dim)[at] for dim, at in enumerate(found)] == [rank] * part.ndim
+    assert layout.coordinate(8) is None
+
+
+def test_a_flattened_dimension_has_a_place_for_each_of_its_ranks(mesh: DeviceMesh) -> None:
+    flat = mesh["a", "b"]._flatten()
+    layout = internals.layout_of(flat)
+    assert layout.coordinate(RANK) == tuple(flat.get_coordinate() or ())
+    assert layout.row(RANK, 0) == flat.mesh.tolist()
+
+
+@pytest.mark.parametrize("names", SLICES, ids="".join)
+def test_a_mesh_is_made_equal_to_the_one_that_it_was_read_from(
+    names: tuple[str, ...], mesh: DeviceMesh
+) -> None:
+    part = part_of(mesh, names)
+    made = internals.make_mesh("cpu", internals.layout_of(part), names, RANK)
+    assert made == part
+    assert hash(made) == hash(part)
+    assert list(made.get_coordinate() or ()) == list(part.get_coordinate() or ())
+    internals.give_groups(made, part.get_all_groups())
+    assert made.get_all_groups() == part.get_all_groups()
+
+
+def no_import(*_: object) -> Any:
+    raise ImportError("this torch has no such thing")
+
+
+def test_without_layouts_a_mesh_is_read_and_made_by_its_ranks(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = internals._layout_of_ranks(mesh)
+    assert layout == internals.layout_of(mesh)
+    for name in ("_layout_by_dims", "_layout_by_tuples"):
+        monkeypatch.setattr(internals, name, no_import)
+    made = internals.make_mesh("cpu", layout, ("a", "b", "c"), RANK)
+    assert made == mesh
+    assert tuple(made.get_coordinate() or ()) == (1, 0, 1)
+    slice_of_it = MeshLayout(layout.ranks, layout.sizes[1:], layout.strides[1:])
+    assert internals.make_mesh("cpu", slice_of_it, ("b", "c"), RANK).mesh.tolist() == [[4, 5], [6, 7]]
+
+
+def test_without_torch_s_record_only_the_default_group_is_known(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(mesh.get_all_groups()) <= set(internals.living_groups())
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(default_pg="the default group"))
+    assert internals.living_groups() == ["the default group"]
+
+
+def test_without_its_spec_a_dtensor_is_made_by_the_public_way(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, shape = torch.ones(2, 3), torch.Size((4, 3))
+    placements = [Shard(0), Replicate(), Replicate()]
+    made: Any = internals.make_dtensor(local, mesh, placements, shape, (3, 1))
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor._dtensor_spec", None)
+    again: Any = internals.make_dtensor(local, mesh, placements, shape, (3, 1))
+    for each in (made, again):
+        assert type(each) is DTensor
+        assert (each.shape, each.stride(), each.placements) == (shape, (3, 1), tuple(placements))
+        assert torch.equal(internals.local_part(each), local)
+
+
+def test_without_its_local_tensor_a_dtensor_is_asked_for_it(mesh: DeviceMesh) -> None:
+    class Other:
+        """What DTensor promises in public."""
+
+        def detach(self) -> Other:
+            return self
+
+        def to_local(self) -> torch.Tensor:
+            return torch.ones(3)
+
+    assert internals.local_part(Other()).tolist() == [1, 1, 1]
+
+
+def test_without_strided_shards_nothing_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert internals.strided_shard() is placement_types._StridedShard
+    monkeypatch.delattr(placement_types, "_StridedShard")
+    assert not isinstance(Shard(0), internals.strided_shard())
+
+
+def test_without_sharded_tensors_one_that_arrives_is_an_unknown_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchferry.tensors.kinds.sharded", raising=False)
+    monkeypatch.setattr(internals, "sharded_tensors", no_import)
+    with pytest.raises(UnknownType, match="this version of torch has no ShardedTensor"):
+        kind_named("sharded")
+
+
+def test_without_a_word_for_it_a_group_is_its_own_backend_and_has_no_name(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    group = dist.group.WORLD
+    assert internals.backend_of(group, cpu) is not group
+    assert internals.backend_of("no group", cpu) == "no group"
+    monkeypatch.delattr(dist.ProcessGroup, "_get_backend")
+    assert internals.backend_of(group, cpu) is group
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", None)
+    assert internals.backend_name(group) is None
+
+
+def test_without_neg_views_it_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(3.0)
+    assert internals.neg_view(tensor).is_neg()
+    monkeypatch.delattr(torch, "_neg_view")
+    assert internals.neg_view(tensor).tolist() == [-0.0, -1, -2]
+    assert ferry({"w": tensor}).state["w"].tolist() == [0, 1, 2]
+
+
+class Plain:
+    """A tensor or storage of another torch, with nothing private to it."""
+
+    def is_inference(self) -> bool:
+        return False
+
+    def data_ptr(self) -> int:
+        return 42
+
+
+def test_without_a_word_for_them_tensors_are_counted_by_nobody() -> None:
+    counted = torch.ones(2)
+    before = internals.versions_of([counted])
+    counted.add_(1)
+    assert internals.versions_of([counted]) == [before[0] + 1]
+    with torch.inference_mode():
+        inference = torch.ones(1)
+    other: Any = Plain()
+    found = internals.versions_of([counted, inference, other])
+    assert found == [before[0] + 1, internals.UNCOUNTED, internals.UNCOUNTED]
+    assert not internals.is_zerotensor(other)
+    assert internals.is_zerotensor(torch._efficientzerotensor((2,)))
+
+
+def test_without_its_number_a_storage_is_known_by_its_memory() -> None:
+    storage = torch.ones(2).untyped_storage()
+    assert internals.storage_id(storage) == storage._cdata
+    other: Any = Plain()
+    assert internals.storage_id(other) == 42
+
+
+class Coalesced:
+    """A coalesced COO tensor without private accessors."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.eye(2).to_sparse().coalesce()
+
+    def indices(self) -> torch.Tensor:
+        return self.tensor.indices()
+
+    def values(self) -> torch.Tensor:
+        return self.tensor.values()
+
+
+def test_without_private_accessors_a_coalesced_tensor_is_read_by_the_public_ones() -> None:
+    other: Any = Coalesced()
+    indices, values = internals.coo_members(other)
+    assert (indices.tolist(), values.tolist()) == ([[0, 1], [0, 1]], [1, 1])
+    internals.set_coalesced(other, True)
+    loose = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (2,))
+    assert internals.coo_members(loose)[1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["torch's check", "without it"])
+def test_indices_that_point_nowhere_are_found(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not private:
+        monkeypatch.delattr(torch, "_validate_sparse_coo_tensor_args")
+        monkeypatch.delattr(torch, "_validate_sparse_compressed_tensor_args")
+    coo = torch.eye(2).to_sparse()
+    csr = torch.eye(2).to_sparse_csr()
+    members = csr.crow_indices(), csr.col_indices(), csr.values()
+    internals.check_coo(coo, True)
+    internals.check_compressed(csr, members)
+    internals.coo_members(coo)[0][0, 0] = 7
+    csr.col_indices()[0] = 7
+    with pytest.raises(RuntimeError, match=r"size|index"):
+        internals.check_coo(coo, True)
+    with pytest.raises(RuntimeError, match="col_indices"):
+        internals.check_compressed(csr, members)
+
+
+def test_without_trees_only_the_pickled_form_of_the_contract_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert internals.pytree().tree_unflatten([1], internals.pytree().tree_flatten([0])[1]) == [1]
+    monkeypatch.setattr(torch.utils, "_pytree", None)
+    monkeypatch.delattr(torch.utils, "_pytree")
+    monkeypatch.setitem(sys.modules, "torch.utils._pytree", None)
+    with pytest.raises(ImportError):
+        internals.pytree()
+    assert ferry({"w": torch.ones(2)}).state["w"].tolist() == [1, 1]
