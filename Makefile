@@ -6,6 +6,8 @@ PYTHON ?= python3
 # make bench BENCH_ARGS="--size small --work 'big-*' --report out.html",
 # make bench-cluster BENCH_CLUSTER_ARGS="--repeats 9 --json out.json".
 PYTEST_ARGS ?=
+# make test-torch TORCH=2.15.0
+TORCH ?= 2.13.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_CLUSTER_ARGS ?=
@@ -14,12 +16,13 @@ FIRST_SEED ?= 0
 FUZZ_MUTATIONS ?= 100000
 
 VENV := .venv
+TORCH_VENV := .venv-torch-$(TORCH)
 BIN := $(VENV)/bin
 READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench bench-docs bench-cluster test faults simulate fuzz check format conformance wheel \
+.PHONY: help demo bench bench-docs bench-cluster test test-torch faults simulate fuzz check format conformance wheel \
   clean distclean
 
 help: ## list these goals
@@ -43,6 +46,10 @@ bench-cluster: $(READY) ## measure fan-out on seven hosts of 1 Gbit/s, built her
 
 test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-torch: ## run the tests with another version of torch, in a venv of its own; TORCH=2.15.0
+	@sh scripts/set_up_venv.sh "$(PYTHON)" $(TORCH_VENV) "$(TORCH)"
+	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
 	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/bench/test_bench_cluster.py $(PYTEST_ARGS)
@@ -76,8 +83,8 @@ clean: ## remove what building and testing leave behind
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find src tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv as well
-	@rm -rf $(VENV)
+distclean: clean ## remove .venv and those of test-torch as well
+	@rm -rf $(VENV) .venv-torch-*
 
 $(READY): pyproject.toml Makefile scripts/set_up_venv.sh
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(VENV)

@@ -1,13 +1,15 @@
 #!/bin/sh
 # Makes a virtual environment in which torchferry can be run, tested and checked.
 #
-#     sh scripts/set_up_venv.sh PYTHON VENV
+#     sh scripts/set_up_venv.sh PYTHON VENV [TORCH]
 #
+# TORCH is the version of torch, 2.13.0 if it is not given.
 # Run again, it brings an existing one up to date. When it fails, it says what failed, and what to do.
 set -u
 
 python=$1
 venv=$2
+torch=${3:-2.13.0}
 log=$venv/install.log
 
 give_up() {
@@ -75,6 +77,6 @@ fi
 
 # torch goes first and alone: what is named exactly here is what the tests run on, and the package's
 # own, open-ended requirement is then already met.
-install 'torch 2.13.0' 'torch==2.13.0'
+install "torch $torch" "torch==$torch"
 install 'torchferry and what its tests need' --editable '.[dev]'
 rm -f "$log"

@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Promise:
-    """What happens, what is then promised, and the rows of ANCESTORS.md for which it stands."""
+    """What happens, what is then promised, and which defects of torch's PGTransport it stands for, by row."""
 
     when: str
     then: str

@@ -91,7 +91,7 @@ def _sees(case: Case) -> str:
 
 def _promises() -> Iterator[str]:
     yield "## Everything else\n"
-    yield "The last column has the rows of what torchferry's ancestors get wrong for which the test stands.\n"
+    yield "The last column has the rows of what torch's PGTransport gets wrong for which the test stands.\n"
     yield "| when | what is promised | shown by | rows |"
     yield "| --- | --- | --- | --- |"
     for module in (test_promises, test_own_work, test_relays, test_leaks):

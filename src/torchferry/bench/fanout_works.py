@@ -79,7 +79,7 @@ def _fan_out_to(receivers: int, recipe: Uniform) -> Case:
 
 
 def _sleeper(size: Size) -> Work:
-    # Several tensors: with one, the ancestor has posted all there is before it waits for anyone.
+    # Several tensors: with one, torch's PGTransport has posted all there is before it waits for anyone.
     recipe = Uniform(16, size.pick(64 * KIB, MIB, 4 * MIB))
     asleep_s = size.pick(3, 10, 30) / 10
     title = f"{recipe.needed_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"

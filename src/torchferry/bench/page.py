@@ -12,7 +12,7 @@ from torchferry.bench.works import TORCH
 
 _KINDS = {
     "ferry": "torchferry",
-    "peer": "its ancestors",
+    "peer": "other transports",
     "disk": "through files",
     "limit": "what the machine can do",
 }

@@ -24,8 +24,8 @@ from torchferry.bench.systems.base import SENDER
 from torchferry.bench.taking import attempt, combine, problem_of, take
 from torchferry.bench.works import Case, Size, Work, works
 
-# The deadline of one transfer. The ancestor's slowest, 40 GB for 40 MB, takes half a minute, and several
-# times that on a machine that has other things to do.
+# The deadline of one transfer. The slowest, 40 GB for 40 MB by torch's PGTransport, takes half a minute, and
+# several times that on a machine that has other things to do.
 TAKE_TIMEOUT_S = 300.0
 # What takes longer than this in its warm-up is not repeated: the warm-up is its one take.
 _SLOW_S = 8.0

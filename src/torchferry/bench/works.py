@@ -185,7 +185,7 @@ def _big(size: Size) -> list[Work]:
 def _views(size: Size) -> Work:
     recipe = Views(size.pick(10, 100, 1000), 40_000)
     title = f"{recipe.tensors:,} views of one storage of {recipe.needed_bytes / 1e6:g} MB"
-    # In place, because fresh the ancestor would take the storage's bytes once for each view: 40 GB of memory.
+    # In place, because fresh torch's PGTransport takes the storage's bytes once for each view: 40 GB.
     case = Case("views", recipe, systems=(FERRY, TORCH, SAVE), in_place=True)
     sent = Figure("views", FERRY, Quantity.WIRE_BYTES)
     mark = Mark(f"{title}: bytes sent", sent, float(recipe.needed_bytes), _ONCE, at_least=False)
@@ -213,7 +213,7 @@ def _gpt(size: Size) -> Work:
 
 
 def _sleeper(size: Size) -> Work:
-    # Several tensors: with one, the ancestor has posted all there is before it waits for anyone.
+    # Several tensors: with one, torch's PGTransport has posted all there is before it waits for anyone.
     recipe = Uniform(16, size.pick(64 * KIB, MIB, 4 * MIB))
     asleep_s = size.pick(3, 10, 30) / 10
     title = f"{recipe.needed_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"

@@ -4,8 +4,8 @@ The underscored names are the contract's; each is a thin alias of something with
 """
 
 from torchferry.engine.phases import timed as _timeit
-from torchferry.pg_transport.contract import AncestorStateMeta as _StateDictMeta
-from torchferry.pg_transport.contract import AncestorTensorMeta as _TensorMeta
+from torchferry.pg_transport.contract import ContractStateMeta as _StateDictMeta
+from torchferry.pg_transport.contract import ContractTensorMeta as _TensorMeta
 from torchferry.pg_transport.contract import describe_state as _prepare_state_dict
 from torchferry.pg_transport.contract import describe_tensor as _prepare_tensor
 from torchferry.pg_transport.contract import storage_as as _cast_tensor

@@ -1,4 +1,4 @@
-"""The ancestor's own description of a state, as the contract fixes it, and what it means as a manifest.
+"""How torch's PGTransport describes a state, as the contract fixes it, and what that means as a manifest.
 
 It differs from a manifest in what it sends: the whole storage behind every tensor, one message a tensor,
 aliases or not. `to_envelope` says just that, so that the engine can receive such a state, in place and
@@ -24,11 +24,11 @@ from torchferry.tensors.values import to_wire
 from torchferry.torch_internals import pytree
 
 _UNCUT = 2**62
-"""A chunk size that no storage reaches: the ancestor never cuts one."""
+"""A chunk size that no storage reaches: torch's PGTransport never cuts one."""
 
 
 @dataclass
-class AncestorTensorMeta:
+class ContractTensorMeta:
     """A strided tensor. `nbytes` is the size of its whole storage, which is what is sent."""
 
     shape: torch.Size
@@ -39,8 +39,8 @@ class AncestorTensorMeta:
 
 
 @dataclass
-class AncestorStateMeta:
-    """A state: its tree, the path of each leaf, and each leaf, tensors as AncestorTensorMeta."""
+class ContractStateMeta:
+    """A state: its tree, the path of each leaf, and each leaf, tensors as ContractTensorMeta."""
 
     treespec: Any
     paths: list[Any]
@@ -58,9 +58,9 @@ def storage_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(tensor.untyped_storage(), dtype=dtype, device=tensor.device)
 
 
-def describe_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, AncestorTensorMeta]:
+def describe_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ContractTensorMeta]:
     """Give a tensor's storage as bytes, and its description."""
-    meta = AncestorTensorMeta(
+    meta = ContractTensorMeta(
         shape=tensor.shape,
         dtype=tensor.dtype,
         storage_offset=int(tensor.storage_offset()),
@@ -70,8 +70,8 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, AncestorTensorM
     return storage_as(tensor, torch.uint8), meta
 
 
-def describe_state(state_dict: object, device: torch.device) -> tuple[AncestorStateMeta, list[torch.Tensor]]:
-    """Describe a state of plain tensors and values as the ancestor would, with its storages' bytes.
+def describe_state(state_dict: object, device: torch.device) -> tuple[ContractStateMeta, list[torch.Tensor]]:
+    """Describe a state of plain tensors and values as torch's PGTransport does, with its storages' bytes.
 
     `device` is part of the contract and makes no difference to the description.
     """
@@ -85,11 +85,11 @@ def describe_state(state_dict: object, device: torch.device) -> tuple[AncestorSt
             leaves.append(meta)
         else:
             leaves.append(value)
-    return AncestorStateMeta(treespec, [path for path, _ in found], leaves), storages
+    return ContractStateMeta(treespec, [path for path, _ in found], leaves), storages
 
 
-def to_envelope(meta: AncestorStateMeta) -> Envelope:
-    """Say what the ancestor's description means: a storage for each tensor, sent whole.
+def to_envelope(meta: ContractStateMeta) -> Envelope:
+    """Say what such a description means: a storage for each tensor, sent whole.
 
     Raises:
         BadManifest: it does not describe a state.
@@ -103,7 +103,7 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
     carried: list[Leaf] = []
     for placeholder in tree.leaves:
         value = leaves[placeholder.traits]  # type: ignore[index]
-        if isinstance(value, AncestorTensorMeta):
+        if isinstance(value, ContractTensorMeta):
             carried.append(Leaf("tensor", (len(tensors),)))
             tensors.extend(_specs(value, len(storages)))
             storages.append(_count(value.nbytes))
@@ -114,7 +114,7 @@ def to_envelope(meta: AncestorStateMeta) -> Envelope:
     return Envelope(manifest, _UNCUT)
 
 
-def _specs(meta: AncestorTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
+def _specs(meta: ContractTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
     """Describe the tensor, and next to it the whole storage: a tensor of no leaf, so it is only moved."""
     itemsize = meta.dtype.itemsize
     tensor = TensorSpec(
@@ -129,7 +129,7 @@ def _specs(meta: AncestorTensorMeta, storage: int) -> tuple[TensorSpec, TensorSp
 
 
 def _count(number: object) -> int:
-    """Give a number of the ancestor's as one of ours.
+    """Give a number of such a description as one of ours.
 
     What only equals one (2.0 for 2, numpy's) would be taken for it by all that remembers answers, and be in
     them.

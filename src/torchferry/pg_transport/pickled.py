@@ -13,7 +13,7 @@ import pickletools
 
 from torchferry.core.codec import Envelope, Known, decode, is_frame
 from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
-from torchferry.pg_transport.contract import AncestorStateMeta, to_envelope
+from torchferry.pg_transport.contract import ContractStateMeta, to_envelope
 
 MOST_OPCODES_BYTES = 1 << 16
 """How far a pickle is read to find out whether it is plain data. No honest sender's is, so no more is worth
@@ -62,7 +62,7 @@ def load_leaf(data: bytes) -> object:
 
 
 def decode_any(frame: bytes, known: Known | None = None, *, allow_pickle: bool) -> Envelope:
-    """Decode metadata in our encoding, or else in the ancestor's, as far as that is safe or allowed.
+    """Decode metadata in our encoding, or in that of torch's PGTransport as far as that is safe or allowed.
 
     `known` is what the local state would look like in ours.
 
@@ -81,7 +81,7 @@ def decode_any(frame: bytes, known: Known | None = None, *, allow_pickle: bool) 
             f"the peer's metadata is neither torchferry's nor a pickle ({error}); is it a torchferry "
             "sender, of the same version?"
         ) from None
-    if not isinstance(meta, AncestorStateMeta):
+    if not isinstance(meta, ContractStateMeta):
         raise BadManifest(f"the peer's metadata is a pickled {type(meta).__qualname__}, not a state's")
     try:
         return to_envelope(meta)

@@ -313,30 +313,30 @@ def test_a_pickled_leaf_that_can_not_be_loaded_is_a_bad_manifest_with_its_path(
     assert ends.mail.waiting() == 0
 
 
-# The ancestor's own frames: a pickled _StateDictMeta, then a message with the whole storage of each tensor.
+# The frames of torch's PGTransport: a pickled _StateDictMeta, then a message with the storage of each tensor.
 
 
-ANCESTRAL = {
+CONTRACT_STATE = {
     "w": torch.arange(12.0).view(3, 4),
     "column": torch.arange(12.0).view(3, 4)[:, 1],
     "nested": [torch.arange(3), {"lr": 0.5, "name": "x"}],
 }
 
 
-def ancestral(ends: Ends, state: object = ANCESTRAL) -> None:
+def send_as_torch_does(ends: Ends, state: object = CONTRACT_STATE) -> None:
     meta, storages = _prepare_state_dict(state, torch.device("cpu"))
     push_pickle(ends, pickle.dumps(meta), storages)
 
 
-def test_an_ancestor_s_state_is_received_where_pickle_is_allowed() -> None:
+def test_torch_s_state_is_received_where_pickle_is_allowed() -> None:
     ends = Ends(allow_pickle=True)
-    ancestral(ends)
+    send_as_torch_does(ends)
     received = ends.receiver.recv_checkpoint(0)
-    assert_same(ANCESTRAL, received)
+    assert_same(CONTRACT_STATE, received)
     assert ends.mail.waiting() == 0
 
 
-def test_an_ancestor_s_state_is_received_in_place_with_all_checks() -> None:
+def test_torch_s_state_is_received_in_place_with_all_checks() -> None:
     local: dict[str, Any] = {
         "w": torch.zeros(4, 3).t(),
         "column": torch.zeros(3),
@@ -345,26 +345,26 @@ def test_an_ancestor_s_state_is_received_in_place_with_all_checks() -> None:
     local["nested"][0] = torch.zeros(3, dtype=torch.int64)
     local["nested"][1] = {"lr": 0.0, "name": ""}
     ends = Ends(local, allow_pickle=True)
-    ancestral(ends)
+    send_as_torch_does(ends)
     received: Any = ends.receiver.recv_checkpoint(0)
     assert received["w"] is local["w"]
-    assert torch.equal(local["w"], ANCESTRAL["w"])  # type: ignore[arg-type]
+    assert torch.equal(local["w"], CONTRACT_STATE["w"])  # type: ignore[arg-type]
     assert local["column"].tolist() == [1, 5, 9]
     ends = Ends({"w": torch.zeros(5)}, allow_pickle=True)
-    ancestral(ends)
+    send_as_torch_does(ends)
     with pytest.raises(StateMismatch):
         ends.receiver.recv_checkpoint(0)
     assert ends.mail.waiting() == 0
 
 
-def test_an_ancestor_s_state_is_refused_where_pickle_is_not_allowed() -> None:
+def test_torch_s_state_is_refused_where_pickle_is_not_allowed() -> None:
     ends = Ends()
-    ancestral(ends)
+    send_as_torch_does(ends)
     with pytest.raises(PickleRefused):
         ends.receiver.recv_checkpoint(0)
 
 
-def test_an_ancestor_s_description_that_is_not_sound_is_a_bad_manifest() -> None:
+def test_torch_s_description_that_is_not_sound_is_a_bad_manifest() -> None:
     meta, _ = _prepare_state_dict({"w": torch.arange(4.0)}, torch.device("cpu"))
     leaf: Any = meta.non_tensor_leaves[0]
     for change in (
@@ -416,7 +416,7 @@ def test_numbers_of_another_kind_are_made_ints_or_refused_and_leave_no_trace(
     assert_same(ends.receiver.recv_checkpoint(0), state)
 
 
-def test_the_ancestor_s_description_is_made_as_the_contract_says() -> None:
-    meta, storages = _prepare_state_dict(ANCESTRAL, torch.device("cpu"))
-    assert [path for path, _ in tree_flatten_with_path(ANCESTRAL)[0]] == meta.paths
+def test_torch_s_description_is_made_as_the_contract_says() -> None:
+    meta, storages = _prepare_state_dict(CONTRACT_STATE, torch.device("cpu"))
+    assert [path for path, _ in tree_flatten_with_path(CONTRACT_STATE)[0]] == meta.paths
     assert [storage.numel() for storage in storages] == [48, 48, 24]

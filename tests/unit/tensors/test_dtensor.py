@@ -1,6 +1,6 @@
 """DTensors: the local part and the placements arrive, and the mesh is the receiver's.
 
-Here one process plays rank 1 of 4; real ranks are in tests/fsdp and tests/ancestors.
+Here one process plays rank 1 of 4; real ranks are in tests/fsdp and tests/defects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ShardedTensors: all local shards with the metadata of the whole, in place too.
 
-Here in a process that is in no group; real ranks are in tests/ancestors and tests/fsdp.
+Here in a process that is in no group; real ranks are in tests/defects and tests/fsdp.
 """
 
 from __future__ import annotations

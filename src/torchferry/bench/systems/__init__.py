@@ -1,6 +1,6 @@
 """The systems that are compared, in the order in which they are shown."""
 
-from torchferry.bench.systems import ancestors, disk, ferry, limits, metadata
+from torchferry.bench.systems import disk, ferry, limits, metadata, peers
 from torchferry.bench.systems.base import Session, Site, System
 
 SYSTEMS: dict[str, System] = {
@@ -8,7 +8,7 @@ SYSTEMS: dict[str, System] = {
     for system in (
         *ferry.SYSTEMS,
         *metadata.SYSTEMS,
-        *ancestors.SYSTEMS,
+        *peers.SYSTEMS,
         *disk.SYSTEMS,
         *limits.SYSTEMS,
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchferry.bench.systems.ancestors import copied_into
 from torchferry.bench.systems.base import SENDER, Session, Site, System
+from torchferry.bench.systems.peers import copied_into
 from torchferry.bench.works import DCP, SAVE, Case
 
 

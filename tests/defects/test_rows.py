@@ -1,6 +1,6 @@
-"""What the ancestors get wrong, row by row: the promise, and that torch's own transport still breaks it.
+"""What torch's PGTransport gets wrong, row by row: the promise, and that torch's still breaks it.
 
-The numbers are the rows of the table of defects that the design began with. If an ancestor mends its ways,
+The numbers are the rows of the table of defects that the design began with. If torch mends its own,
 its half of a test fails, and the row can go.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata, init_from_local_shards
-from torch.distributed.checkpoint._pg_transport import PGTransport as Ancestor
+from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTransport
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -41,16 +41,16 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-class Ancestral(Ends):
+class TorchEnds(Ends):
     """Two ends of torch's own transport. `nbytes` counts what was sent, metadata included."""
 
     def __init__(self, local: object = None) -> None:
         self.mail = Mailboxes()
         self.group = Group(self.mail, 1)
         timeout = timedelta(seconds=TIMEOUT_S)
-        self.sender: Any = Ancestor(Group(self.mail, 0), timeout, CPU)  # type: ignore[arg-type]
+        self.sender: Any = TorchPGTransport(Group(self.mail, 0), timeout, CPU)  # type: ignore[arg-type]
         callback = None if local is None else lambda: local
-        self.receiver: Any = Ancestor(self.group, timeout, CPU, callback)  # type: ignore[arg-type]
+        self.receiver: Any = TorchPGTransport(self.group, timeout, CPU, callback)  # type: ignore[arg-type]
         self.nbytes = 0
 
     def transfer(self, state: object) -> Any:
@@ -59,8 +59,8 @@ class Ancestral(Ends):
         return self.receiver.recv_checkpoint(0)
 
 
-def by_the_ancestor(state: object, into: object = None) -> Any:
-    return Ancestral(into).transfer(state)
+def by_torch(state: object, into: object = None) -> Any:
+    return TorchEnds(into).transfer(state)
 
 
 class RunsCode:
@@ -77,14 +77,14 @@ def test_no_code_runs_in_the_receiver(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "ours")}
     with pytest.raises(Unsendable, match="leaf"):
         ends.sender.send_checkpoint([1], state)
-    Ancestor(Group(ends.mail, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
+    TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
     for tag, ours in ((1, LENGTH_TAG), (2, FRAME_TAG)):
         ends.mail.boxes[0, 1, ours] = ends.mail.boxes[0, 1, tag]
     with pytest.raises(PickleRefused):
         ends.receiver.recv_checkpoint(0)
     assert not (tmp_path / "ours").exists()
 
-    by_the_ancestor({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "theirs")})
+    by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "theirs")})
     assert (tmp_path / "theirs").exists()
 
 
@@ -95,9 +95,9 @@ def test_a_view_costs_only_its_own_bytes() -> None:
     assert ferry(views).payload_bytes == 4_000
     assert ferry({"slice": base[5:6]}).payload_bytes == 4
 
-    ancestral = Ancestral()
-    ancestral.transfer(views)
-    assert ancestral.nbytes > 40_000_000
+    torch_ends = TorchEnds()
+    torch_ends.transfer(views)
+    assert torch_ends.nbytes > 40_000_000
 
 
 def test_tied_weights_are_sent_once_and_arrive_tied() -> None:
@@ -108,10 +108,10 @@ def test_tied_weights_are_sent_once_and_arrive_tied() -> None:
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 4_000
 
-    ancestral = Ancestral()
-    received = ancestral.transfer({"embed": weight, "head": weight})
+    torch_ends = TorchEnds()
+    received = torch_ends.transfer({"embed": weight, "head": weight})
     assert received["embed"].data_ptr() != received["head"].data_ptr()
-    assert ancestral.nbytes > 8_000
+    assert torch_ends.nbytes > 8_000
 
 
 class Subclass(torch.Tensor):
@@ -129,9 +129,9 @@ def test_parameters_and_sparse_tensors_travel_and_what_can_not_says_so_at_the_se
             ferry({"model": {"odd": leaf}})
 
     with pytest.raises(AssertionError, match="standard tensors"):
-        by_the_ancestor({"p": torch.nn.Parameter(torch.ones(2))})
+        by_torch({"p": torch.nn.Parameter(torch.ones(2))})
     with pytest.raises(NotImplementedError):
-        by_the_ancestor({"coo": sparse})
+        by_torch({"coo": sparse})
 
 
 def test_in_place_dtype_and_shape_must_match() -> None:
@@ -144,7 +144,7 @@ def test_in_place_dtype_and_shape_must_match() -> None:
     assert local["w"].tolist() == [0, 0]
 
     theirs = {"w": torch.zeros(2, dtype=torch.int32)}
-    by_the_ancestor({"w": torch.tensor([1.5, 2.5])}, into=theirs)
+    by_torch({"w": torch.tensor([1.5, 2.5])}, into=theirs)
     assert theirs["w"][0] == 1069547520
 
 
@@ -162,12 +162,12 @@ def test_in_place_a_view_keeps_its_neighbours_and_any_layout_is_read_right() -> 
     assert torch.equal(local, sent)
 
     with pytest.raises(AssertionError, match="same size"):
-        receive_into_the_middle(by_the_ancestor)
+        receive_into_the_middle(by_torch)
     whole = torch.arange(4.0, 12.0)
-    by_the_ancestor({"w": torch.arange(8.0)[4:]}, into={"w": whole[:4]})
+    by_torch({"w": torch.arange(8.0)[4:]}, into={"w": whole[:4]})
     assert whole[:4].tolist() == [0, 1, 2, 3], "4 to 7 were sent"
     scrambled = torch.zeros(3, 2).t()
-    by_the_ancestor({"w": sent}, into={"w": scrambled})
+    by_torch({"w": sent}, into={"w": scrambled})
     assert not torch.equal(scrambled, sent)
 
 
@@ -179,7 +179,7 @@ def test_two_values_are_not_written_into_one_storage() -> None:
         ferry(state, into={"a": tied, "b": tied})
     assert tied.item() == 0
 
-    by_the_ancestor(state, into={"a": tied, "b": tied})
+    by_torch(state, into={"a": tied, "b": tied})
     assert tied.item() == 2
 
 
@@ -192,7 +192,7 @@ def test_a_local_tensor_that_the_link_can_not_reach_is_written_through_a_staging
     assert all(torch.equal(local[name], sent[name]) for name in sent)
 
     elsewhere = {"w": torch.zeros(2, device="meta")}
-    assert by_the_ancestor({"w": torch.ones(2)}, into=elsewhere)["w"] is not elsewhere["w"]
+    assert by_torch({"w": torch.ones(2)}, into=elsewhere)["w"] is not elsewhere["w"]
 
 
 def sharded(rank: int, scale: float) -> ShardedTensor:
@@ -208,14 +208,14 @@ def sharded(rank: int, scale: float) -> ShardedTensor:
 
 
 def receive_shards_in_place(rank: int) -> tuple[bool, list[list[float]], str]:
-    """Making one takes all ranks; sending is done here within each, so that the ancestor may fail."""
+    """Making one takes all ranks; sending is done here within each, so that torch's may fail."""
     mine = sharded(rank, scale=1.0)
     blank = sharded(rank, scale=0.0)
     ends = Ends({"s": blank})
     same = ends.transfer({"s": mine})["s"] is blank
     rows = [shard.tensor.flatten().tolist() for shard in blank.local_shards()]
     try:
-        by_the_ancestor({"s": mine}, into={"s": sharded(rank, scale=0.0)})
+        by_torch({"s": mine}, into={"s": sharded(rank, scale=0.0)})
     except AssertionError as error:
         return same, rows, str(error)
     return same, rows, ""
@@ -223,10 +223,10 @@ def receive_shards_in_place(rank: int) -> tuple[bool, list[list[float]], str]:
 
 def test_a_sharded_tensor_is_received_in_place_with_all_its_shards(pair: Cluster) -> None:
     """Row 13."""
-    for rank, (same, rows, ancestor_said) in enumerate(pair.run(receive_shards_in_place)):
+    for rank, (same, rows, torch_said) in enumerate(pair.run(receive_shards_in_place)):
         assert same
         assert rows == [[2.0 * rank] * 4, [2.0 * rank + 1] * 4]
-        assert ancestor_said
+        assert torch_said
 
 
 def test_conj_and_neg_bits_are_exact() -> None:
@@ -238,7 +238,7 @@ def test_conj_and_neg_bits_are_exact() -> None:
     assert received["conj"].item() == 1 - 2j
     assert received["neg"].item() == -2
 
-    theirs = by_the_ancestor(state)
+    theirs = by_torch(state)
     assert theirs["conj"].item() == 1 + 2j
     assert theirs["neg"].item() == 2
 
@@ -253,9 +253,9 @@ def test_odd_storages_are_exact_and_quantized_tensors_are_refused_at_the_sender(
         ferry({"q": quantized})
 
     with pytest.raises(RuntimeError, match="divisible"):
-        by_the_ancestor({"words": words})
+        by_torch({"words": words})
     with pytest.raises(Exception):  # noqa: B017, PT011 - in one way or another it is not usable
-        by_the_ancestor({"q": quantized})["q"].dequantize()
+        by_torch({"q": quantized})["q"].dequantize()
 
 
 def test_requires_grad_and_metadata_are_kept() -> None:
@@ -266,7 +266,7 @@ def test_requires_grad_and_metadata_are_kept() -> None:
     assert received["extra"].requires_grad
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
 
-    theirs = by_the_ancestor(state)
+    theirs = by_torch(state)
     assert not theirs["extra"].requires_grad
     assert not hasattr(theirs, "_metadata")
 
@@ -283,10 +283,10 @@ def test_arrays_move_as_bytes_and_in_place_and_containers_as_themselves() -> Non
     assert ferry({"array": array}, into={"array": local}).state["array"] is local
     assert numpy.array_equal(local, array)
 
-    ancestral = Ancestral()
-    ancestral.transfer({"array": array})
-    assert {tag for (_, _, tag) in ancestral.mail.boxes} == {1, 2}, "it is in the metadata"
-    assert ancestral.nbytes > array.nbytes
+    torch_ends = TorchEnds()
+    torch_ends.transfer({"array": array})
+    assert {tag for (_, _, tag) in torch_ends.mail.boxes} == {1, 2}, "it is in the metadata"
+    assert torch_ends.nbytes > array.nbytes
 
 
 def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> None:
@@ -301,7 +301,7 @@ def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> 
     assert list(received) == ["both", "mine"]
     assert local["both"].tolist() == [1, 1]
 
-    assert list(by_the_ancestor(state, into=local)) == ["both", "theirs"]
+    assert list(by_torch(state, into=local)) == ["both", "theirs"]
 
 
 def bound_to_the_receiver(rank: int) -> dict[str, Any]:
@@ -333,13 +333,13 @@ def bound_to_the_receiver(rank: int) -> dict[str, Any]:
         "in place": target.full_tensor().tolist(),
         "fresh": received["fresh"].full_tensor().tolist(),
         "own, afterwards": DTensor.full_tensor(mine + mine).tolist(),  # type: ignore[arg-type]
-        "torch's": ancestral_coordinate(rank, mine),
+        "torch's": coordinate_by_torch(rank, mine),
     }
 
 
-def ancestral_coordinate(rank: int, mine: DTensor) -> Any:
-    """What rank 3 believes to be, after it received rank 0's part from the ancestor."""
-    transport = Ancestor(dist.group.WORLD, timedelta(seconds=20), CPU)  # type: ignore[arg-type]
+def coordinate_by_torch(rank: int, mine: DTensor) -> Any:
+    """What rank 3 believes to be, after it received rank 0's part from torch's."""
+    transport = TorchPGTransport(dist.group.WORLD, timedelta(seconds=20), CPU)  # type: ignore[arg-type]
     if rank == 0:
         transport.send_checkpoint([3], {"d": mine})
     elif rank == 3:
@@ -368,10 +368,10 @@ def test_a_device_is_accepted_by_its_name() -> None:
     ends.receiver = PGTransport(ends.group, 10, "cpu", lambda: {"w": torch.zeros(2)})
     assert ends.transfer({"w": torch.ones(2)})["w"].tolist() == [1, 1]
 
-    ancestral = Ancestral({"w": torch.zeros(2)})
-    ancestral.receiver._device = "cpu"
+    torch_ends = TorchEnds({"w": torch.zeros(2)})
+    torch_ends.receiver._device = "cpu"
     with pytest.raises(AttributeError):
-        ancestral.transfer({"w": torch.ones(2)})
+        torch_ends.transfer({"w": torch.ones(2)})
 
 
 WITHOUT_NUMPY = """
@@ -380,16 +380,16 @@ sys.modules["numpy"] = None  # importing it fails from here on
 warnings.simplefilter("ignore")
 from datetime import timedelta
 import torch
-from torch.distributed.checkpoint._pg_transport import PGTransport as Ancestor
+from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTransport
 from tests.unit.pg_transport.quacking import Ends, Group
 
 ends, cpu = Ends(), torch.device("cpu")
 print("ours:", ends.transfer({"w": torch.arange(3.0)})["w"].tolist())
-Ancestor(Group(ends.mail, 0), timedelta(seconds=5), cpu).send_checkpoint([1], {"w": torch.ones(3)})
+TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=5), cpu).send_checkpoint([1], {"w": torch.ones(3)})
 try:
-    Ancestor(ends.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
+    TorchPGTransport(ends.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
 except RuntimeError as error:
-    print("the ancestor:", error)
+    print("torch's:", error)
 """
 
 
@@ -405,7 +405,7 @@ def test_numpy_is_not_needed() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ours: [0.0, 1.0, 2.0]", "the ancestor: Numpy is not available"]
+    assert done.stdout.splitlines() == ["ours: [0.0, 1.0, 2.0]", "torch's: Numpy is not available"]
 
 
 def group_ranks(rank: int) -> Any:
@@ -423,7 +423,7 @@ def group_ranks(rank: int) -> Any:
 
 
 def test_ranks_are_group_ranks_and_a_global_one_is_a_clear_error(quad: Cluster) -> None:
-    """Row 29. The ancestor waits for the rank that is not there until the test itself times out."""
+    """Row 29. torch's waits for the rank that is not there until the test itself times out."""
     assert "**in that group**" in (PGTransport.__doc__ or "")
     _, _, said, received = quad.run(group_ranks)
     assert said.startswith("rank 3 is not in the group, which has ranks 0 to 1")
@@ -439,13 +439,13 @@ def test_a_step_is_checked_with_both_values_in_the_error() -> None:
         ends.receiver.recv_checkpoint(0, step=42)
 
     with pytest.raises(TypeError, match="step"):
-        Ancestral().sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
+        TorchEnds().sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
 
 
 def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 31. On a link that takes no memory but its own, every byte of the state is staged.
 
-    How the ancestor stages can't be seen without an accelerator.
+    How torch's stages can't be seen without an accelerator.
     """
     held: dict[int, int] = {}
     most = 0
