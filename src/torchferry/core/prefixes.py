@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torchferry.core.showing import show_name
 from torchferry.core.tree import Path
 
 _MOST_WORDS = 3
@@ -11,6 +12,8 @@ _MOST_WORDS = 3
 
 _MOST_TRIED = 8
 """Of a real wrapper the first try is the right one."""
+
+_MOST_CHARACTERS = 4096
 
 _Words = tuple[str, ...]
 
@@ -33,9 +36,10 @@ def wrapper_hint(
         found = _wrapper(wrapped, bare)
         if found is not None:
             outside, words = found
-            where = f" in `{'.'.join(outside)}`" if outside else ""
+            where = f" in `{show_name('.'.join(outside))}`" if outside else ""
             every = "all other" if any(path[: len(outside)] == outside for path in both) else "all"
-            return [f"{every} {side} paths{where} begin with `{'.'.join(words)}.`: wrapped on one side only?"]
+            prefix = show_name(".".join((*words, "")))
+            return [f"{every} {side} paths{where} begin with `{prefix}`: wrapped on one side only?"]
     return []
 
 
@@ -59,4 +63,5 @@ def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words,
 
 
 def _words(path: Path) -> _Words:
-    return tuple(word for key in path for word in str(key).split("."))
+    # A peer's keys may be of any length, and no wrapper's are that long.
+    return tuple(word for key in path for word in str(key)[:_MOST_CHARACTERS].split("."))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,9 +118,10 @@ class _Transfer:
         with phases.phase("describe", peer):
             recall = self._group.recall("receive")
             target = Target(self._terms.target, self._terms.site, recall)
-        with self._group.header("receive", peer, phases.left_s):
-            self.at_rest = False
+        with ExitStack() as header:
             with phases.phase(WAIT, peer):
+                header.enter_context(self._group.header("receive", peer, phases.left_s))
+                self.at_rest = False
                 length = self._receive_length()
             with phases.phase("receive metadata", peer):
                 frame = self._receive_frame(length)
