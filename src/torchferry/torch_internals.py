@@ -1,8 +1,8 @@
 """Every private API of torch that torchferry uses, each with a fallback. No other module uses one.
 
-torch 2.9 to 2.15 differ in some of them, and a later version may lack any. What is missing is found out
-when it is asked for, once, and costs what its fallback says: nothing, or a feature with a clear error.
-`tests/unit/test_torch_internals.py` takes each of them away and tries the fallback.
+torch 2.9 to 2.15 differ in some of these APIs, and a later version may remove any of them. Each function
+looks for its API when it is called, and its docstring says what happens without it.
+`tests/unit/test_torch_internals.py` removes each API and tests the fallback.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class MeshLayout(NamedTuple):
-    """Where the ranks of a mesh stand: position p of `ranks`, with a size and a stride for each dimension.
+    """The layout of a mesh: `ranks` in one row, and for each dimension its sizes and strides in that row.
 
-    A dimension that was flattened out of several has several sizes and strides. A slice of a larger mesh has
-    the larger one's ranks, so that every rank of those finds the slice that it is in itself. `coalesced` is
-    for torch 2.10 to 2.12, where a mesh that was flattened is not equal to a line of the same ranks.
+    A dimension that torch flattened out of several has several sizes and strides. A slice keeps the ranks of
+    the mesh that it was sliced from, so every one of those ranks can find its own slice. `coalesced` is for
+    torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of the same ranks.
     """
 
     ranks: tuple[int, ...]
@@ -32,7 +32,7 @@ class MeshLayout(NamedTuple):
     coalesced: bool = False
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Give a rank's place along each dimension; None if it is not in the mesh.
+        """Return the coordinate of a rank; None if it is not in the mesh.
 
         >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).coordinate(2)
         (1, 0)
@@ -45,7 +45,7 @@ class MeshLayout(NamedTuple):
         )
 
     def row(self, rank: int, dim: int) -> list[int]:
-        """List the ranks that differ from a rank of the mesh in their place along one dimension alone.
+        """List the ranks that share all coordinates but one with a rank of the mesh.
 
         >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).row(2, dim=0)
         [0, 2]
@@ -54,7 +54,7 @@ class MeshLayout(NamedTuple):
         return [self.ranks[start + step] for step in _steps(self.sizes[dim], self.strides[dim])]
 
     def block(self, rank: int) -> list[int]:
-        """List the ranks of the mesh that a rank is in, in order; of any, if it is in none."""
+        """List the ranks of the slice that contains a rank; of the first slice if none does."""
         start = self._origin(rank, range(len(self.sizes))) if rank in self.ranks else 0
         sizes = [size for dim in self.sizes for size in dim]
         strides = [stride for dim in self.strides for stride in dim]
@@ -83,7 +83,7 @@ def _steps(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def layout_of(mesh: DeviceMesh) -> MeshLayout:
-    """Read a mesh's layout. Without torch's own record of it, a slice knows its own ranks only."""
+    """Read the layout of a mesh. Without torch's `_layout`, a flattened mesh has only its own ranks."""
     layout = getattr(mesh, "_layout", None)
     ranks = getattr(mesh, "_flatten_rank_map", None)
     if layout is not None and ranks is not None:
@@ -112,7 +112,7 @@ def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
 
 
 def _root_of(mesh: DeviceMesh) -> tuple[DeviceMesh, Sequence[int]]:
-    """Find the mesh that a mesh is a slice of, and its dimensions there. Without a record, it is its own."""
+    """Find the mesh that a mesh was sliced from, and the slice's dimensions in it."""
     with suppress(Exception):
         from torch.distributed.device_mesh import _mesh_resources
 
@@ -130,13 +130,13 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int | None) -> DeviceMesh:
-    """Make a mesh that has no process groups, as `rank` sees it; None is no rank of any mesh.
+    """Create a mesh without process groups, as seen from `rank`; None stands outside every mesh.
 
-    Without torch's layouts, it is made of the ranks of the part that `rank` is in.
+    Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
     own = -1 if rank is None else rank
     ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
-    # DeviceMesh makes tensors itself, and not all of its versions say where.
+    # Some versions of DeviceMesh create tensors on the default device.
     with torch.device("cpu"):
         for make in (_layout_by_dims, _layout_by_tuples):
             with suppress(ImportError, AttributeError, TypeError):
@@ -156,7 +156,7 @@ def _mesh_of_ranks(device: str, layout: MeshLayout, names: tuple[str, ...] | Non
     block = torch.tensor(layout.block(rank), dtype=torch.int, device="cpu").view(shape)
     if dist.is_initialized():
         return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
-    # Its initialiser asks for the rank, which a process without a group does not have.
+    # The initializer calls get_rank(), which raises in a process without a default group.
     mesh: Any = DeviceMesh.__new__(DeviceMesh)
     mesh.device_type, mesh.mesh, mesh.mesh_dim_names = device, block, names
     mesh._flatten_mesh_list = tuple(block.flatten().tolist())
@@ -183,14 +183,14 @@ def _layout_by_tuples(layout: MeshLayout) -> Any:
 
 
 def give_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
-    """Give a mesh the group of each of its dimensions. Without that, collectives on it raise."""
+    """Attach a process group to each dimension of a mesh. Collectives raise on a mesh without them."""
     mesh._dim_group_names = [group.group_name for group in groups]
     if hasattr(mesh, "_pg_registry"):
         mesh._pg_registry = {group.group_name: group for group in groups}
 
 
 def living_groups() -> list[Any]:
-    """List the process groups of this process. Without torch's record of them, only the default one."""
+    """List the process groups of this process. Without torch's `_world`, only the default group."""
     with suppress(ImportError, AttributeError):
         from torch.distributed.distributed_c10d import _world
 
@@ -205,7 +205,7 @@ def make_dtensor(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """Make a DTensor around a local tensor. Without private parts, the mesh must have this process in it."""
+    """Create a DTensor from a local tensor. Without `DTensorSpec`, this process must be in the mesh."""
     from torch.distributed.tensor import DTensor
 
     try:
@@ -218,13 +218,13 @@ def make_dtensor(
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Give the local tensor of a DTensor itself; without that, a view of it."""
+    """Return the local tensor of a DTensor. Without `_local_tensor`, a view of it."""
     found = getattr(tensor, "_local_tensor", None)
     return found if isinstance(found, torch.Tensor) else tensor.detach().to_local()
 
 
 def strided_shard() -> Any:
-    """Give the placement of shards within shards; without one, a class that nothing is an instance of."""
+    """Return the class `_StridedShard`. Without it, a class that no placement is an instance of."""
     try:
         from torch.distributed.tensor.placement_types import _StridedShard
     except ImportError:
@@ -233,11 +233,11 @@ def strided_shard() -> Any:
 
 
 class _NoStridedShard:
-    """Stands for a placement that this torch does not have."""
+    """Replaces `_StridedShard` in a torch that does not have it."""
 
 
 class ShardedTensors(NamedTuple):
-    """torch's classes for ShardedTensors, all of them in a private package."""
+    """The classes of torch's private package for ShardedTensors."""
 
     shard: Any
     shard_metadata: Any
@@ -248,10 +248,10 @@ class ShardedTensors(NamedTuple):
 
 @cache
 def sharded_tensors() -> ShardedTensors:
-    """Give what ShardedTensors are made with.
+    """Return the classes that ShardedTensors are built with.
 
     Raises:
-        ImportError: this torch has none; then neither can there be one to send.
+        ImportError: this torch has no ShardedTensor.
     """
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
     from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -260,13 +260,13 @@ def sharded_tensors() -> ShardedTensors:
 
 
 def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
-    """Make a ShardedTensor of local shards and the metadata of the whole.
+    """Create a ShardedTensor from local shards and the metadata of the whole tensor.
 
-    Not through an initialiser: ShardedTensor's own insists that this rank already owned these shards, and its
-    base's compares each shard with each other, which of a peer's shards may take for ever.
+    It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
+    and the one of its base compares all pairs of shards, which a peer can make take very long.
 
     Raises:
-        ImportError: this torch makes them in another way.
+        ImportError: this torch has no ShardedTensor.
     """
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
@@ -292,10 +292,10 @@ def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
 
 
 def pytree() -> Any:
-    """Give torch's module of trees, which the pickled form of PGTransport's contract is made of.
+    """Return torch's `_pytree`, which the pickled metadata of torch's PGTransport refers to.
 
     Raises:
-        ImportError: this torch has none; then it has no such form either.
+        ImportError: this torch has no such module; only that metadata can't be used then.
     """
     from torch.utils import _pytree
 
@@ -303,7 +303,7 @@ def pytree() -> Any:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Give what moves a group's messages on a device. Without torch's word for it, the group itself."""
+    """Return the backend of a group for a device. Without `_get_backend`, the group itself."""
     if not isinstance(group, dist.ProcessGroup):
         return group
     try:
@@ -313,7 +313,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def backend_name(backend: Any) -> str | None:
-    """Give the name of one of torch's own backends; None of all else."""
+    """Return the name of one of torch's backends; None for any other object."""
     try:
         from torch._C._distributed_c10d import Backend
     except ImportError:
@@ -322,21 +322,18 @@ def backend_name(backend: Any) -> str | None:
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor with its sign turned round, by its neg bit; without that, a copy.
-
-    The imaginary part of a conjugated number is such a view, and the only public way to one.
-    """
+    """Return a view of a tensor with the neg bit flipped. Without `_neg_view`, a negated copy."""
     view: Callable[[torch.Tensor], torch.Tensor] | None = getattr(torch, "_neg_view", None)
     return -tensor if view is None else view(tensor)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Give a number that two objects share if they are one storage. Without it, where its memory begins."""
+    """Return a number that identifies a storage. Without `_cdata`, the address of its memory."""
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
 def is_zerotensor(tensor: torch.Tensor) -> bool:
-    """Say whether it is one of autograd's tensors of zeros without memory; without a word for it, no."""
+    """Return whether a tensor is one of autograd's zeros without memory. Without `_is_zerotensor`, False."""
     ask = getattr(tensor, "_is_zerotensor", None)
     return ask is not None and bool(ask())
 
@@ -345,9 +342,9 @@ UNCOUNTED = -1
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Give how often torch has written to each tensor; UNCOUNTED of those of which it does not count that.
+    """Return the version counter of each tensor; UNCOUNTED for those without one, as inference tensors.
 
-    Inference tensors are such; without the counters, all are.
+    Without `_version`, all are UNCOUNTED.
     """
     try:
         return [tensor._version for tensor in tensors]
@@ -359,9 +356,9 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def coo_members(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the indices and values of a COO tensor as they are, coalesced or not.
+    """Return the indices and values of a COO tensor, coalesced or not.
 
-    Without the private accessors, those of a coalesced one; any other raises.
+    Without `_indices` and `_values`, a tensor that is not coalesced raises.
     """
     if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
         return tensor._indices(), tensor._values()
@@ -369,16 +366,16 @@ def coo_members(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def set_coalesced(tensor: torch.Tensor, coalesced: bool) -> None:
-    """Say of a COO tensor whether it is coalesced. Without that, it stays as it was."""
+    """Set whether a COO tensor is coalesced. Without `_coalesced_`, nothing changes."""
     with suppress(AttributeError), torch.no_grad():
         tensor._coalesced_(coalesced)
 
 
 def check_coo(tensor: torch.Tensor, coalesced: bool) -> None:
-    """Check the indices of a COO tensor; without torch's check, by making another one of them.
+    """Check the indices of a COO tensor. Without torch's own check, by creating another tensor from them.
 
     Raises:
-        RuntimeError: they point beyond the tensor.
+        RuntimeError: an index is out of range.
     """
     indices, values = coo_members(tensor.detach())
     check = getattr(torch, "_validate_sparse_coo_tensor_args", None)
@@ -396,10 +393,10 @@ def check_coo(tensor: torch.Tensor, coalesced: bool) -> None:
 
 
 def check_compressed(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
-    """Check the indices of a compressed sparse tensor; without torch's check, by making another one of them.
+    """Check the indices of a compressed tensor. Without torch's own check, by creating another tensor.
 
     Raises:
-        RuntimeError: they do not fit the tensor.
+        RuntimeError: an index is out of range.
     """
     check = getattr(torch, "_validate_sparse_compressed_tensor_args", None)
     if check is not None:

@@ -54,7 +54,7 @@ class Run:
 
     def files(self) -> list[Path]:
         """What it left in its folder for temporary files, but for the cache that torch makes there."""
-        return [p for p in self._temporary.iterdir() if not p.name.startswith("torchinductor_")]
+        return [p for p in self._temporary.iterdir() if not _is_torchs(p)]
 
     def _processes(self) -> list[processes.Process]:
         everyone = processes.ours(os.environ[processes.MARK])
@@ -100,3 +100,10 @@ def _ended_after(seconds: float, run: Run) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+
+
+def _is_torchs(path: Path) -> bool:
+    """Whether torch left it: its caches, and what torch 2.9 writes when it is imported and removes at exit."""
+    if path.name.startswith("torchinductor_"):
+        return True
+    return path.is_dir() and all(p.name.startswith(("_remote_module", "__pycache__")) for p in path.iterdir())

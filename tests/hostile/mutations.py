@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.hostile.attacks import kinds, values
@@ -24,6 +23,7 @@ from tests.hostile.attacks.base import framed
 from tests.hostile.mending import ROLES, mend
 from torchferry.core.codec import Envelope, encode
 from torchferry.tensors.describe import describe
+from torchferry.torch_internals import MeshLayout, make_mesh
 
 _PREAMBLE_BYTES = 13
 
@@ -31,7 +31,7 @@ _PREAMBLE_BYTES = 13
 def corpus() -> list[bytes]:
     """Bodies of valid frames that between them have every kind of leaf, container and value."""
     base = torch.arange(64.0)
-    mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+    mesh = make_mesh("cpu", MeshLayout((0,), ((1,),), ((1,),)), None, 0)
     states: list[object] = [
         {
             "w": base.view(8, 8),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import processes
 from tests.support.cluster import Cluster, Job, RemoteError, WorkerDied, WorkerHung
+from tests.support.processes import without_gloo
 
 
 class TwoPartError(Exception):
@@ -243,10 +244,11 @@ if __name__ == "__main__":
     with subprocess.Popen(
         [sys.executable, path],
         stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": f"{root}"},
     ) as doomed:
         assert doomed.stdout is not None
-        worker = int(doomed.stdout.readline())
+        worker = int(next(without_gloo(doomed.stdout)))
         doomed.kill()
     deadline = time.monotonic() + 10
     while not is_gone(worker):

@@ -7,8 +7,8 @@ A frame is
     8 bytes   XXH3 of the rest, little-endian
     the rest  MessagePack of Envelope
 
-A sender that refuses its state sends a refusal in the place of a frame: the same with b"TFNO", and for the
-rest a text.
+A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
+the reason as MessagePack text.
 
 What MessagePack lacks is a Special: a code and a payload, which stays packed until `unpack` is asked.
 Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it. All that
@@ -152,7 +152,7 @@ _MOST_REASON_CHARACTERS = 1000
 
 
 def encode_refusal(reason: str) -> bytes:
-    """Encode what a sender sends in the place of a frame if it can't send its state.
+    """Encode the refusal that a sender sends instead of a frame.
 
     >>> decode_refusal(encode_refusal("model.hook: a lambda can't travel"))
     "model.hook: a lambda can't travel"
@@ -162,7 +162,7 @@ def encode_refusal(reason: str) -> bytes:
 
 
 def decode_refusal(data: bytes) -> str | None:
-    """Give the reason that a refusal has, in one line; None if it is no refusal.
+    """Return the reason of a refusal, in one line; None if the data is not a refusal.
 
     Raises:
         BadManifest: it is malformed.

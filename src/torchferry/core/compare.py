@@ -1,7 +1,7 @@
 """What arrives against what it would overwrite: every difference, before the first byte.
 
-Both states are manifests, made by the same describer, so comparing them is pure. The result is the list
-of pairs that fit, and of all that do not, each with its path and both sides' values.
+Both states are manifests, so comparing them is pure. The result lists the pairs that fit and the mismatches,
+each with its path and the values of both sides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Extra: TypeAlias = Literal["error", "fresh", "drop"]
 """What to do with paths that only the peer has."""
 
 Look: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, str]]
-"""Lists what is compared of a leaf with tensors, by name, as text: its dtype, its shape, and more."""
+"""Returns the properties of a leaf that are compared, as text by name: dtype, shape and more."""
 
 
 class Pair(NamedTuple):
@@ -46,11 +46,11 @@ class TensorPair(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """`pairs` holds the places in common; with any mismatch, nothing may be written.
+    """`pairs` lists the paths that both states have. With any mismatch, nothing may be written.
 
-    `incoming_only` and `local_only` are the places that only one side has. `hints` say what to do about the
-    mismatches. `twins` says that the two states are described alike: leaf n of one belongs to leaf n of the
-    other, and tensor n to tensor n, storage by storage and byte by byte. Pairs are not listed then.
+    `incoming_only` and `local_only` list the paths that only one state has. `hints` say what may cause the
+    mismatches. `twins` means that the manifests are alike: leaf n of one belongs to leaf n of the other, and
+    tensor n to tensor n, with the same storages and offsets. Pairs are not listed then.
     """
 
     pairs: tuple[Pair, ...]
@@ -62,10 +62,11 @@ class Comparison(NamedTuple):
 
 
 def compare(incoming: Manifest, local: Manifest, look: Look, *, strict: bool, extra: Extra) -> Comparison:
-    """Pair the leaves of two states by path, and list every way in which they do not fit.
+    """Pair the leaves of two states by path, and list all mismatches.
 
-    With `strict`, a path that only the local state has is a mismatch. One that only the incoming state has
-    is a mismatch if `extra` is "error". And where both have tensors, they must have one in common.
+    A path that only the local state has is a mismatch if `strict`; a path that only the incoming state has is
+    one if `extra` is "error". If the states have no path in common, or both have tensors and share none, all
+    paths are mismatches.
     """
     if _are_twins(incoming, local):
         return Comparison((), (), twins=True)
@@ -118,7 +119,7 @@ _EXTRA_HINT = (
 
 
 def _share_nothing(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
-    """Say whether nothing of two states would match: no path at all, or of many tensors not one."""
+    """Return whether the states have no path in common, or no path of a tensor if both have tensors."""
     if not pairs:
         return bool(incoming.leaves) and (extra == "drop" or bool(local.leaves))
     both_have_tensors = any(leaf.parts for leaf in incoming.leaves) and any(
@@ -130,7 +131,7 @@ def _share_nothing(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], e
 
 
 def _collisions(incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]) -> Iterator[Mismatch]:
-    """Find paths that can't both be in one state: a value of one side's, and inside it one of the other's."""
+    """Find paths at which one state has a value and the other a container: one tree can't hold both."""
     theirs, ours = ({path for path, _ in only} for only in (incoming_only, local_only))
     for inner, outer, sides in ((theirs, ours, _CONTAINER_INCOMING), (ours, theirs, _CONTAINER_LOCAL)):
         found = dict.fromkeys(
@@ -192,7 +193,7 @@ def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
 
 
 def describe(manifest: Manifest, number: int, look: Look) -> str:
-    """Say in a few words what a leaf is."""
+    """Describe a leaf in a few words."""
     leaf = manifest.leaves[number]
     if leaf.kind == OPAQUE:
         return str(leaf.fixed or leaf.traits)
@@ -245,7 +246,7 @@ def _differences(incoming: Manifest, local: Manifest, pair: Pair, look: Look) ->
 
 
 def _unlike(path: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Mismatch]:
-    """Name what differs in two leaves of one kind."""
+    """List the properties in which two leaves of one kind differ."""
     for name in {**theirs, **ours}:
         one, two = theirs.get(name, "none"), ours.get(name, "none")
         if one != two:

@@ -1,4 +1,4 @@
-"""A state that is wrapped on one side only: its paths begin with a word that the other side's lack."""
+"""Recognises states of which only one side is wrapped, such as by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_WORDS = 3
 """Wrappers nest: DistributedDataParallel around a compiled module is `module._orig_mod.`"""
 
 _MOST_TRIED = 8
-"""Of a real wrapper the first try is the right one."""
+"""Limits the work on states that differ in other ways."""
 
 _MOST_CHARACTERS = 4096
 
@@ -21,9 +21,9 @@ _Words = tuple[str, ...]
 def wrapper_hint(
     incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
 ) -> list[str]:
-    """Say which word the paths of one side begin with, if that is all they differ in; nothing if not.
+    """Return a hint that names the prefix if a prefix is all that the paths of the two sides differ in.
 
-    `common` are the paths that both sides have.
+    `common` lists the paths that both sides have.
 
     >>> wrapper_hint([("module.w",), ("module.b",)], [("w",), ("b",)])
     ['all incoming paths begin with `module.`: wrapped on one side only?']
@@ -44,7 +44,7 @@ def wrapper_hint(
 
 
 def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words, _Words] | None:
-    """Find words that, taken out at one place, make the wrapped paths of that place bare ones."""
+    """Find the words that turn all wrapped paths into bare ones if they are removed at one position."""
     known = set(bare)
     tried: set[tuple[_Words, _Words]] = set()
     for path in wrapped:
@@ -63,5 +63,5 @@ def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words,
 
 
 def _words(path: Path) -> _Words:
-    # A peer's keys may be of any length, and no wrapper's are that long.
+    # A peer chooses the length of its keys.
     return tuple(word for key in path for word in str(key)[:_MOST_CHARACTERS].split("."))

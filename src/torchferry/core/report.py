@@ -13,9 +13,9 @@ class Report:
     """Bytes, messages and seconds of one transfer, as this side saw it.
 
     `payload_bytes` and `messages` count one copy of the state, however many peers it went to. `step` is the
-    sender's, None if it gave none. Of a state that was received in place, `dropped` are the paths that only
-    the peer has and that were left out, `fresh` those that arrived beside the local tensors, and `kept` the
-    paths that only the local state has and that were left as they were.
+    step that the sender gave, or None. After a receive in place, `dropped` and `fresh` list the paths that
+    only the peer has: `dropped` if they were left out, `fresh` if they arrived as fresh tensors. `kept` lists
+    the paths that only the local state has, which did not change.
     `forwarded_by` is the peer that passed it on to this one, if it did not come from the sender itself;
     `forwarded_to` the one that this one was to pass it on to; `not_forwarded` says why it could not.
     """

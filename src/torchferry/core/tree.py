@@ -55,7 +55,7 @@ def _places(manifest: Manifest) -> Iterator[tuple[Path, int]]:
 
 
 def path_bytes(branch: Branch) -> Sequence[int]:
-    """Say what each child's key adds to its path, in bytes."""
+    """Return how many bytes each child's key adds to its path."""
     if branch.keys is None:
         return (8,) * len(branch.children)
     if set(map(type, branch.keys)) <= _TEXTS:
@@ -117,9 +117,9 @@ def rebuild_places(
 
 
 def merge(local: Manifest, incoming: Manifest) -> Manifest:
-    """Make a tree that has every place of both, in containers of the local kind where both have one.
+    """Merge two trees. Where both have a container, the merged one has the local type and the keys of both.
 
-    Its leaves are the local ones by number, and 0 where only the incoming tree has one: to be told by path.
+    Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
     """
     branches: list[Branch] = []
     waiting: deque[tuple[int | None, int | None]] = deque()
@@ -137,17 +137,17 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
         a = None if ours is None else local.branches[~ours]
         b = None if theirs is None else incoming.branches[~theirs]
         kind = a or b
-        assert kind is not None, "what is entered is a container of one side or both"
+        assert kind is not None, "only containers are queued"
         children: dict[Value, tuple[int | None, int | None]] = {}
         for key, child in zip(keys_of(a), a.children, strict=True) if a else ():
             children[key] = (child, None)
         for key, child in zip(keys_of(b), b.children, strict=True) if b else ():
             children[key] = (children.get(key, (None, None))[0], child)
         if kind.keys is None and list(children) != list(range(len(children))) and b is not None:
-            # A list can't have these keys, so it is the other side's container.
+            # A list can't have these keys, so the container of the other side is used.
             kind = b
         keys = None if kind.keys is None else tuple(children)
-        # Those that wait before this one are numbered already, and its own children follow them.
+        # The containers in the queue are numbered already; the children of this one follow them.
         waiting.popleft()
         branches.append(Branch(kind.kind, (), keys, kind.extra))
         entered = tuple(enter(*pair) for pair in children.values())
@@ -161,9 +161,9 @@ def path_of(manifest: Manifest, child: int) -> Path:
 
 
 def format_path(path: Sequence[Any]) -> str:
-    """Show a path the way people write one: string keys bare, all others in brackets.
+    """Format a path: string keys bare, all others in brackets.
 
-    A string that could be taken for something else (a number, an index, nothing at all) is quoted.
+    A string key that would be ambiguous (a number, brackets, an empty string) is quoted in brackets.
 
     >>> format_path(("model", "layers.0.weight")), format_path(("optim", "state", 0, "exp_avg"))
     ('model.layers.0.weight', 'optim.state[0].exp_avg')
@@ -189,7 +189,7 @@ _IN_BRACKETS = frozenset("[]'\"")
 
 
 def _is_bare(key: str) -> bool:
-    """Say whether a string key can be shown without quotes: short, printable, and not like an index."""
+    """Return whether a string key can be shown without quotes: short, printable and not ambiguous."""
     if not key or len(key) > MOST_CHARACTERS or not key.isprintable() or not _IN_BRACKETS.isdisjoint(key):
         return False
     return not (key[0] in "+-.0123456789" and _is_number(key))

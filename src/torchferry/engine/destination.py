@@ -112,8 +112,8 @@ class Target:
 class Destination:
     """Where the payload goes, and what to make of it when it is there.
 
-    `paired` are the places that both states have, None if that is all of them; `dropped`, `fresh` and `kept`
-    are the paths that only one has, as a Report lists them.
+    `paired` lists the paths that both states have, None if those are all. `dropped`, `fresh` and `kept` list
+    the paths that only one has, as in a Report.
     """
 
     landings: Landings
@@ -140,7 +140,7 @@ class Destination:
 
 
 def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool, extra: Extra) -> Destination:
-    """Find out where the payload goes: into new memory, or into the local state, if it fits.
+    """Decide where the payload goes: into new memory, or into the local state if it fits.
 
     Raises:
         StateMismatch: it does not.
@@ -169,8 +169,8 @@ def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destinatio
 
 
 _MISFIT_HINT = (
-    "a shard is only received by a rank that has the same position in a mesh of the same shape: receive from "
-    "that rank's twin, pass such a mesh as mesh=, or send full_tensor()"
+    "a rank only receives the shard of its own position in a mesh of the same shape: receive from the rank "
+    "that holds the same shard, pass mesh=, or send full_tensor()"
 )
 
 
@@ -203,7 +203,7 @@ def _in_place(
         landings = land_in_place(plan.extents, manifest, local.manifest, tensors, alone)
         written = {pair.local for pair in tensors}
     ground = Ground(manifest, None, local, written)
-    # Now, while there is nothing to be undone.
+    # Allocate before anything is written, so that a lack of memory leaves the local state as it was.
     ground.set_aside(
         {manifest.tensors[part].storage for leaf in fresh for part in manifest.leaves[leaf].parts}
     )

@@ -55,7 +55,7 @@ _LAST_WORD_S = 0.5
 class Pull:
     """How a state is to be received. `members` are the ranks that there are, if that is known.
 
-    `extra` says what to do with paths that only the peer has; None is "error" if `strict`, and "drop" if not.
+    `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
     `if_unmet` is what to ask if nothing was heard of the peer by the deadline, with its rank in {peer}.
     """
 
@@ -171,7 +171,7 @@ class _Transfer:
             raise
 
     def _receive_length(self) -> int:
-        """Wait for the sender to begin. However long that takes, it has not stalled."""
+        """Wait for the sender's first message. `stall_timeout` does not apply until it arrives."""
         meter = Meter(self._peer, WAIT, met=False)
         lane = Lane(meter, length_steps(self._link, self._peer))
         run_lanes(self._link, [lane], Rules(self._phases.deadline_s, None), self._runner)
@@ -370,7 +370,7 @@ _PATHS_SHOWN = 3
 
 
 def _warn_of_gaps(report: Report) -> None:
-    """Warn of paths that only one side has, once for a transfer: training may go on without them."""
+    """Log one WARNING if paths were dropped or kept: training could go on without them unnoticed."""
     said = [
         f"{len(paths)} {what} ({', '.join(paths[:_PATHS_SHOWN])}{', …' if len(paths) > _PATHS_SHOWN else ''})"
         for what, paths in (

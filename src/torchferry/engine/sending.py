@@ -39,7 +39,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
     slow or dead holds up nobody but itself, unless the others get the state through it.
 
     Raises:
-        Unsendable: something in the state can't travel; the peers are told, and got nothing of it.
+        Unsendable: something in the state can't be sent. The peers get a refusal, and nothing of the state.
         StateChanged: the state was changed meanwhile; no receiver accepts a mixture.
         LinkError: the only peer could not be reached, or not in time.
         SendFailed: the same for some or all of several peers.
@@ -115,17 +115,17 @@ def _send_header(
 
 
 _REFUSAL_S = 0.5
-"""How long a sender that refuses waits for its receivers to take the refusal. One that comes later takes it
-then: the messages stay with the link."""
+"""How long a sender waits for its receivers to take a refusal. The messages stay posted, so a receiver that
+calls later gets it then."""
 
 _NEVER_S = 1e9
 
 
 def _refuse(link: Link, peers: Sequence[int], error: BaseException, group: Group, runner: Runner) -> None:
-    """Tell every peer that no state will come, and why, so that none waits for its timeout.
+    """Send every peer a refusal with the reason, so that no receiver waits for its timeout.
 
-    Nothing is broken by that: the next transfer follows in order. So no wait may expire, for a backend closes
-    its connections then.
+    The group stays usable: the next transfer follows in order. Gloo closes all connections when a wait
+    expires, so the waits here never do; this function gives up on them after _REFUSAL_S instead.
     """
     reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
     data = encode_refusal(reason)

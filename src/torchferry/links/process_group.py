@@ -37,7 +37,7 @@ class ProcessGroupLink:
 
     @property
     def _is_gloo(self) -> bool:
-        # Asked each time: a wrapper may be given another group.
+        # Not cached: a wrapper may get another group.
         return backend_name(backend_of(innermost(self._group), self._device)) == "gloo"
 
     @property
@@ -94,7 +94,7 @@ class ProcessGroupLink:
                 self._probe(peer).wait(_SHORTEST_WAIT_S)
 
     def _probe(self, peer: int) -> Work:
-        # Behind all wrappers: one that swallows errors, or reports them, is not to see this one.
+        # Bypass wrappers: some of them swallow or report errors.
         buffer = torch.empty(1, dtype=torch.uint8, device=self._device)
         work = _translated(lambda: innermost(self._group).recv([buffer], peer, PROBE_TAG), peer)
         return Work(work, peer, buffer, "answer")
@@ -127,9 +127,9 @@ _MOST_WRAPPERS = 16
 
 
 def innermost(group: Any) -> Any:
-    """Look behind wrappers such as torchft's for the group that moves the messages.
+    """Return the group behind wrappers such as torchft's.
 
-    A wrapper is a ProcessGroup of another library that has one as its `parent`, or as its `_pg`.
+    A wrapper is a ProcessGroup subclass outside torch with another ProcessGroup as its `parent` or `_pg`.
     """
     for _ in range(_MOST_WRAPPERS):
         if not isinstance(group, dist.ProcessGroup) or _is_torchs(group):
@@ -145,21 +145,21 @@ def innermost(group: Any) -> Any:
 
 
 def rank_in(group: Any) -> int | None:
-    """Give this process's rank in a group; None if the group can't say."""
+    """Return this process's rank in a group; None if the group does not know it."""
     group = innermost(group)
     return None if _claims_nothing(group, "rank") else _number(group, "rank")
 
 
 def size_of(group: Any) -> int | None:
-    """Give the number of ranks of a group; None if the group can't say."""
+    """Return the number of ranks of a group; None if the group does not know it."""
     group = innermost(group)
     return None if _claims_nothing(group, "size") else _number(group, "size")
 
 
 def is_lasting(group: Any) -> bool:
-    """Say whether a group, once broken, stays so, as torch's own do.
+    """Return whether a broken group stays broken, as torch's own groups do.
 
-    Wrappers of other libraries may put a new group behind the same object, and then all is well again.
+    A wrapper of another library may get a new group behind it.
     """
     return _is_torchs(group)
 
@@ -169,9 +169,9 @@ def _is_torchs(group: Any) -> bool:
 
 
 def _claims_nothing(group: Any, name: str) -> bool:
-    """Say whether what a group says of itself is only what torch's base class was told: rank 0 of 1.
+    """Return whether a wrapper's rank or size is only the 0 of 1 that it passed to torch's base class.
 
-    Wrappers tell it that when they do not know any better, and no group of one has a peer.
+    Wrappers pass that as a placeholder. A real group of one rank has no peers to send to.
     """
     if not isinstance(group, dist.ProcessGroup) or _is_torchs(group):
         return False

@@ -159,20 +159,19 @@ def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 class Shape(NamedTuple):
-    """The tree of the state that a receiver gets back, and its containers, which can all be built."""
+    """The tree of the received state, and its containers, ready to be built."""
 
     manifest: Manifest
     containers: list[Container]
 
 
 def shape_in_place(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Shape:
-    """Decide on the tree of a state that was received in place.
+    """Choose the tree of a state that is received in place.
 
-    It is the incoming one, if nothing of that is dropped and the local one has nothing more; the local one,
-    if nothing is added to that; and else a tree with all that either has.
+    The incoming tree if it has all paths, the local tree if nothing is added to it, and else both merged.
 
     Raises:
-        PeerError: what both have together can't be built.
+        PeerError: a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
         return Shape(local, _containers(local))
@@ -183,7 +182,7 @@ def shape_in_place(prepared: Prepared, local: Manifest, *, strict: bool, extra: 
 
 
 def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
-    """List the leaves that can't be rebuilt in this process as what they are, such as other ranks' shards."""
+    """List the leaves that can't be rebuilt in this process, such as the shard of another position."""
     found: dict[int, Misfit] = {}
     for number in numbers:
         leaf = manifest.leaves[number]
@@ -210,8 +209,8 @@ def assemble_in_place(
 ) -> object:
     """Build the state that arrived around the local tensors that took its bytes.
 
-    Every leaf of the shape that has arrived is replaced, and every other is the local one. `memory_of` gives
-    the memory of incoming storages, for what has no local tensor.
+    Leaves that have arrived replace the local ones. `memory_of` returns the memory of an incoming storage,
+    for leaves that have no local tensor.
 
     Raises:
         PeerError: what was written can't be what it is said to be; names its path.
@@ -224,7 +223,7 @@ def assemble_in_place(
                 values[number] = _arrived(prepared, target, number, number)
         return rebuild(prepared.manifest, values, _builder(prepared.containers))
     arrived = {pair.path: _arrived(prepared, target, pair.incoming, pair.local) for pair in comparison.pairs}
-    # A leaf that stands in a place of the local state as well is the same object in both.
+    # A leaf that was also written to a local tensor is that tensor.
     built = {pair.incoming: arrived[pair.path] for pair in reversed(comparison.pairs)}
     wanted = {path for path, _ in occurrences(shape.manifest)}
     for path, number in comparison.incoming_only:

@@ -175,7 +175,7 @@ def _build_deque(children: list[object], maxlen: Value) -> object:
 
 
 _ITEMS = "<items>"
-"""Where a dataclass that is also a dict or list has its items: no field can have that name."""
+"""The key for the items of a dataclass that is also a dict or list. No field can have that name."""
 
 
 def _open_fields(kind: str) -> Callable[[Any], Opened]:
@@ -204,7 +204,7 @@ def _open_fields(kind: str) -> Callable[[Any], Opened]:
 
 
 def _attribute_names(value: object) -> list[str]:
-    """List what is set on an object itself, in its dict and in the slots of its class and its bases."""
+    """List the attributes of an object: those in its `__dict__`, and the slots that are set."""
     names = list(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -220,10 +220,10 @@ def _is_private(name: str) -> bool:
 
 
 def _items_base(cls: type) -> Any:
-    """Say which container a dataclass also is: dict, OrderedDict or list; None for a plain one.
+    """Return which container a dataclass is derived from: OrderedDict, dict or list; None for a plain one.
 
     Raises:
-        Unsendable: another built-in type, which can't be made from fields.
+        Unsendable: it is derived from another built-in type, and can't be rebuilt from its fields.
     """
     for base in (OrderedDict, dict, list):
         if issubclass(cls, base):
@@ -268,9 +268,9 @@ def _build_fields(keys: list[Any], children: list[object], extra: Value) -> obje
 
 
 def _fill(built: Any, base: Any, items: object) -> None:
-    """Put items into a dataclass that is also a container, without calling any method of its own."""
+    """Add items to a dataclass that is also a container, without calling its own methods."""
     if items is None:
-        # A placeholder, while it is only tried whether it could be built.
+        # A placeholder: the container is built once without its children, to see whether it can be.
         return
     if base is list:
         list.extend(built, _of(list, items))

@@ -73,14 +73,14 @@ def describe(
 def describe_target(state: object, *, traces: Traces | None = None) -> Description:
     """Describe a local state that is to be written in place.
 
-    What can't be described, and what can't be written, becomes an opaque leaf that says why: it only matters
-    if something arrives at its path.
+    A value that can't be described or written becomes an opaque leaf with the reason. It only matters if
+    something arrives at its path.
     """
     found = _describe(state, _opaque, traces)
     tensors, leaves = found.manifest.tensors, found.manifest.leaves
     unwritable = set(read_only(found.memories))
     if not unwritable and not found.uncounted:
-        # All memory can be written, and there is no ndarray that says otherwise.
+        # No memory is read-only, and there are no ndarrays that could be.
         return found
     checked = tuple(
         Leaf(OPAQUE, fixed=f"{leaf.kind} {READ_ONLY}")
@@ -114,7 +114,7 @@ _MANY = 16
 """So many tensors side by side are described at once."""
 
 _MANY_BRANCHES = 1 << 15
-"""After so many containers it is worth to count how many more there are."""
+"""After this many containers, all paths of the state are counted once."""
 
 _Otherwise = Callable[[object, Unsendable], Leaf]
 
@@ -208,7 +208,7 @@ class _Describer:
         names = _names_of(opened)
         added = path_bytes(Branch(opened.kind, (0,) * len(opened.children), keys))
         self._path_bytes += len(added) * (length_bytes + 16) + sum(added)
-        # A container in two places doubles with every level: to go to all of them may take hours.
+        # Nested containers that are in two places each have exponentially many paths: count them first.
         in_all = _paths_of(self._state, {})[1] if index == _MANY_BRANCHES else self._path_bytes
         if in_all > MAX_PATH_BYTES:
             raise _too_many_places(path)
@@ -273,12 +273,12 @@ class _Describer:
 
 
 def _names_of(opened: Opened) -> Sequence[object]:
-    """Give the keys of a container as its user has them, or positions."""
+    """Return the keys of a container, or its positions if it has none."""
     return range(len(opened.children)) if opened.keys is None else opened.keys
 
 
 def _paths_of(value: object, known: dict[int, tuple[int, int, object]]) -> tuple[int, int]:
-    """Count the places beneath a value, and what their paths take, looking into each container once."""
+    """Return the number of paths below a value and their bytes, visiting each container once."""
     if id(value) in known:
         return known[id(value)][:2]
     try:
@@ -290,7 +290,7 @@ def _paths_of(value: object, known: dict[int, tuple[int, int, object]]) -> tuple
         inner, inner_bytes = _paths_of(child, known)
         places += 1 + inner
         nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if isinstance(key, str) else 8))
-    # With what was opened, which may be the only thing that keeps its children, and so their ids, alive.
+    # `opened` may hold the only references to its children, whose ids are keys here.
     known[id(value)] = places, nbytes, opened
     return places, nbytes
 

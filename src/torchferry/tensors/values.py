@@ -48,7 +48,7 @@ class ValueKind(NamedTuple):
 
 
 MAX_NESTED = 64
-"""How deep keys, sets and attributes may be nested. Those who decode them need some stack for each level."""
+"""How deep keys, sets and attributes may be nested. Encoding and decoding recurse over them."""
 
 _NESTING = (tuple, list, dict, set, frozenset)
 
@@ -71,7 +71,7 @@ def _check_nesting(value: object) -> None:
         inner: list[Any] = []
         for each in level:
             inner += [*each, *each.values()] if isinstance(each, dict) else each
-        # An object that is in two places need only be looked into once.
+        # Visit an object that is in two places once.
         level = list({id(each): each for each in inner if isinstance(each, _NESTING)}.values())
         if not level:
             return
@@ -171,7 +171,7 @@ def _advice(value: object) -> str:
     if callable(getattr(value, "state_dict", None)):
         return what + "send its state_dict() and load it on the other side"
     if isinstance(value, types.MethodType):
-        return what + f"it is a method that was not called: send what {value.__name__}() returns"
+        return what + f"it is a method, so call it and send what {value.__name__}() returns"
     if isinstance(value, torch.Tensor):
         return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (

@@ -1,4 +1,4 @@
-"""Which local values can't be written in place, and why: what a receiver is told of its own state."""
+"""Local values that can't be written in place, and the reason that the error gives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchferry.tensors.memory import CPU, Memory
 READ_ONLY = "in read-only memory: receive into a copy of it"
 
 _MOST_OBJECTS = 1 << 20
-"""Objects that refer to more than this are taken for such that hold tensors: nobody copies them as values."""
+"""An object that refers to more objects than this is assumed to hold tensors."""
 
 _NOT_LOOKED_INTO = (
     type,
@@ -32,7 +32,7 @@ _NOT_LOOKED_INTO = (
 
 
 def why_not_written(value: object) -> str | None:
-    """Say why a local value that could not be described can't be written; None if it is a plain value."""
+    """Return why a local value can't be written in place; None if it is a value without tensors."""
     if isinstance(value, torch.Tensor):
         return _why_no_tensor(value)
     name = registry.name_of(type(value))
@@ -56,9 +56,9 @@ def _why_no_tensor(tensor: torch.Tensor) -> str:
 
 
 def holds_tensors(value: object) -> bool:
-    """Say whether a tensor or array can be reached from an object, through whatever it holds.
+    """Return whether an object refers to a tensor or array, directly or through other objects.
 
-    Not through classes, modules and functions: those belong to the program, not to the state.
+    References from classes, modules and functions don't count: they belong to the program, not to the state.
     """
     seen: set[int] = set()
     found = [value]
@@ -76,7 +76,7 @@ def holds_tensors(value: object) -> bool:
 
 
 def read_only(memories: Sequence[Memory]) -> list[int]:
-    """List the memories, by number, in which a write would end the process; none where that can't be told."""
+    """List the memories, by number, that lie in read-only pages. Empty on systems without /proc."""
     spans = sorted(
         (memory.storage.data_ptr() + memory.base, number)
         for number, memory in enumerate(memories)
@@ -85,7 +85,7 @@ def read_only(memories: Sequence[Memory]) -> list[int]:
     starts = [start for start, _ in spans]
     found = []
     for low, high in _read_only_ranges():
-        # What begins in a range, and what begins before it and reaches into it.
+        # The memories that start in this range, and the last one before it, which may reach into it.
         first = bisect_left(starts, low)
         for start, number in spans[max(first - 1, 0) : bisect_left(starts, high)]:
             memory = memories[number]
@@ -98,7 +98,7 @@ _RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
 def _read_only_ranges() -> list[tuple[int, int]]:
-    """List the ranges of addresses that this process may read and not write."""
+    """List the address ranges of this process that are mapped read-only."""
     try:
         with open("/proc/self/maps", "rb") as maps:
             lines = maps.read()

@@ -59,7 +59,7 @@ def kind_of(value: object) -> Kind | None:
 
 
 def _no_subclass(tensor: torch.Tensor) -> str:
-    """Say what to do about a tensor of a subclass."""
+    """Return why a tensor of a subclass can't be sent, and what to send instead."""
     cls = type(tensor)
     if is_lazy(tensor):
         return "a lazy parameter has no data yet: run a forward first"
@@ -92,7 +92,7 @@ def kind_named(name: str) -> Kind:
 
 
 def look_at(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """List what is compared of a leaf, as its kind does; if a peer made one up, what its tensors are."""
+    """Return the properties of a leaf that are compared; of an unknown kind, those of its tensors."""
     try:
         return kind_named(leaf.kind).look(leaf, specs)
     except Exception:

@@ -31,7 +31,7 @@ class Site:
 
 
 class Misfit(NamedTuple):
-    """Why a leaf can't be rebuilt in this process: what differs, at the sender and here."""
+    """Why a leaf can't be rebuilt in this process: the property, its value at the sender, its value here."""
 
     what: str
     incoming: str
@@ -73,7 +73,7 @@ def _keep(leaf: Leaf, local: Any) -> Any:
 
 
 def look_dense(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """List what is compared of a leaf that is one tensor; of several, what is compared of each."""
+    """Return the dtypes and shapes of a leaf's tensors."""
     return {
         "dtype": ", ".join(dict.fromkeys(show_name(spec.dtype) for spec in specs)),
         "shape": ", ".join(str(list(spec.shape)) for spec in specs),
@@ -81,7 +81,7 @@ def look_dense(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def _fits_anywhere(leaf: Leaf, site: Site) -> None:
-    """For kinds that do not depend on where they are rebuilt."""
+    """For kinds that any process can rebuild."""
 
 
 def _nothing_more(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
@@ -100,9 +100,8 @@ class Kind(NamedTuple):
     is done. `check` then raises whatever it likes, if the numbers in it can't be, or would take for ever to
     rebuild.
 
-    `look` lists, by name and as text, all that is compared of two leaves of this kind, the dtype and the
-    shape first. `misfit` says what of a leaf does not fit the process in which it would be rebuilt, if
-    anything.
+    `look` returns the properties that are compared of two leaves of this kind, as text by name; dtype and
+    shape are among them. `misfit` returns why a leaf can't be rebuilt in this process, if so.
     """
 
     name: str

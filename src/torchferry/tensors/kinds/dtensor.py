@@ -1,12 +1,12 @@
 """DTensors: the local part, its position, the placements, and a mesh that is the receiver's.
 
 A mesh can't travel: its process groups and this process's place in it belong to the sender. In place, the
-target keeps its own. A fresh DTensor gets the mesh that the receiver names, or a slice of it; if it names
-none, one that is equal to the sender's, seen from the receiver's rank, with those groups of this process that
-have the same ranks. Where it has none, for it is not in that mesh, collectives do not work.
+target keeps its own. A fresh DTensor gets the receiver's `mesh=`, or a slice of it. Without `mesh=`, it gets
+a mesh that is equal to the sender's, seen from the receiver's rank, with the process groups of the receiver
+that have the same ranks. A receiver outside the mesh has no such groups, and collectives raise there.
 
-A part of a tensor is only taken for what it is: its position along every mesh dimension that splits the
-tensor must be the position that the receiver has there, in place and fresh.
+A receiver only accepts the shard of its own position, fresh and in place: the coordinates along all mesh
+dimensions that split the tensor must be equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PlacementForm: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
 
 
 Position: TypeAlias = Annotated[tuple[Count | None, ...], Meta(max_length=MAX_DIMS)]
-"""A place along each dimension of a mesh; None along those that all ranks have the same of."""
+"""A coordinate in a mesh, with None for the dimensions that do not split the tensor."""
 
 
 class Spread(Form, frozen=True):
@@ -100,10 +100,10 @@ def _describe(tensor: DTensor, part: Part) -> Leaf:
 def _position(
     coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[Placement]
 ) -> Position | None:
-    """Keep of a coordinate what tells one part of a tensor from another.
+    """Reduce a coordinate to the dimensions that split the tensor.
 
-    Ranks along a replicated dimension have the same, and so has the only rank along one of size one. Each
-    rank's addend of a partial tensor is its own.
+    A replicated dimension does not split it, nor does one of size 1. A partial one does: each rank has its
+    own addend.
     """
     splits = [n > 1 and not isinstance(placed, Replicate) for n, placed in zip(mesh, placements, strict=True)]
     if coordinate is None:
@@ -122,7 +122,7 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
 
 
 def _misfit(leaf: Leaf, site: Site) -> Misfit | None:
-    """Compare the mesh, and the position in it, with what a fresh DTensor would have here."""
+    """Compare the sender's mesh and position with those of this process."""
     fixed, wire = read(Spread, leaf.fixed), read(Traits, leaf.traits).mesh
     if site.mesh is not None:
         mesh = _own_mesh(site.mesh, fixed.mesh, wire.names)
@@ -170,7 +170,7 @@ def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
 
 
 def _show_position(position: Position | None) -> str:
-    """Show a position; a star for what does not matter."""
+    """Show a position, with a star for each dimension that does not split the tensor."""
     if position is None:
         return "outside the mesh"
     return "(" + ", ".join("*" if at is None else str(at) for at in position) + ")"
