@@ -103,7 +103,7 @@ def _ended_after(seconds: float, run: Run) -> Iterator[None]:
 
 
 def _is_torchs(path: Path) -> bool:
-    """Whether torch left it: its caches, and what torch 2.9 writes when it is imported and removes at exit."""
+    """Whether torch left it: its caches, and what torch 2.9 writes at import and removes at exit."""
     if path.name.startswith("torchinductor_"):
         return True
     return path.is_dir() and all(p.name.startswith(("_remote_module", "__pycache__")) for p in path.iterdir())
