@@ -524,6 +524,48 @@ def test_a_sender_that_refuses_tells_its_receivers(receivers: int, late_s: float
         assert fates == ALL_NEW
 
 
+NOBODY_RECEIVES = """
+import os, sys, torch.distributed as dist
+from torchferry import PGTransport, Unsendable
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+for _ in range(3 if rank == 0 else 0):
+    try:
+        PGTransport(dist.group.WORLD, 20, "cpu").send_checkpoint([1], {"f": len})
+    except Unsendable:
+        print("refused", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@shows(
+    "the sender refuses its state several times, nobody receives, and both processes end",
+    "`Unsendable` each time; the group works, and both exit with 0",
+)
+def test_a_process_can_leave_after_a_refusal_that_nobody_took() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ends = [
+        subprocess.Popen(
+            [sys.executable, "-c", NOBODY_RECEIVES, str(rank), str(store.port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [end.communicate(timeout=60)[0] for end in ends]
+    finally:
+        for end in ends:
+            end.kill()
+    assert [end.returncode for end in ends] == [0, 0]
+    assert said[0].count("refused") == 3
+
+
 def leave_after_a_refusal(rank: int, part: Part) -> None:
     transport = PGTransport(new_group(rank, part.ranks, part.name), part.timeout_s, "cpu")
     with contextlib.suppress(Unsendable):

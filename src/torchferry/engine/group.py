@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from torchferry.engine.recall import Recall
 from torchferry.engine.staging import Staging
 from torchferry.errors import GroupBroken, LinkTimeout
+from torchferry.links.base import Pending
 
 
 class Group:
@@ -35,6 +36,7 @@ class Group:
         self._broken: str | None = None
         self._stagings: dict[tuple[torch.device, bool], Staging] = {}
         self._recalls: dict[str, Recall] = {}
+        self._held: defaultdict[int, list[Pending]] = defaultdict(list)
 
     def staging(self, device: torch.device, *, pinned: bool = False) -> Staging:
         """Give memory to stage in: an earlier transfer's, if that has left any."""
@@ -57,6 +59,16 @@ class Group:
         if recall.is_worth_keeping:
             with self._lock:
                 self._recalls[way] = recall
+
+    def hold(self, peer: int, messages: Iterable[Pending]) -> None:
+        """Keep messages to a peer that nobody waits for. Gloo loses later ones if they are freed."""
+        with self._lock:
+            self._held[peer] += messages
+
+    def held(self, peer: int) -> list[Pending]:
+        """Hand over the messages that were kept for a peer, to be freed once it has taken a later one."""
+        with self._lock:
+            return self._held.pop(peer, [])
 
     def next_serial(self) -> int:
         """Give the number of a new transfer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -29,7 +30,7 @@ from torchferry.errors import (
     SendLate,
     StateChanged,
 )
-from torchferry.links.base import Link
+from torchferry.links.base import Link, Pending
 
 
 def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Group | None = None) -> Report:
@@ -95,7 +96,16 @@ def send_steps(
 ) -> Steps[None]:
     """Send the frame to one peer, and the payload if it gets that from here."""
     window = Window(cargo.window_bytes, cargo.in_place_window_bytes)
-    _send_header(link, data, meter, window, group, left_s)
+    with group.header("send", peer, left_s):
+        length, frame = _post_header(link, peer, data)
+        refusals = group.held(peer)
+
+    def taken() -> None:
+        meter.meet()
+        refusals.clear()
+
+    window.add(length, 0)
+    window.add(frame, len(data), taken)
     staging = group.staging(link.device, pinned=not cargo.source.is_all_cpu)
     if cargo.sends_to(peer):
         yield from _payload_steps(link, peer, cargo, meter, window, staging)
@@ -103,46 +113,33 @@ def send_steps(
     group.keep(staging)
 
 
-def _send_header(
-    link: Link, data: bytes, meter: Meter, window: Window, group: Group, left_s: Callable[[], float]
-) -> None:
-    """Start to send the length of a frame, and the frame."""
+def _post_header(link: Link, peer: int, data: bytes) -> tuple[Pending, Pending]:
+    """Post the length of a frame, and the frame."""
     length = torch.tensor([len(data)], dtype=torch.int64, device=link.device)
     frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(link.device)
-    with group.header("send", meter.peer, left_s):
-        window.add(link.send(length, meter.peer, LENGTH_TAG), 0)
-        window.add(link.send(frame, meter.peer, FRAME_TAG), len(data), meter.meet)
+    return link.send(length, peer, LENGTH_TAG), link.send(frame, peer, FRAME_TAG)
 
 
-_REFUSAL_S = 0.5
-"""How long a sender waits for its receivers to take a refusal. The messages stay posted, so a receiver that
-calls later gets it then."""
-
-_NEVER_S = 1e9
+_REFUSAL_S = 0.2
+"""How long a sender stays after it posted its refusals. A receiver that waits takes one within milliseconds,
+but only while the sender lives."""
 
 
 def _refuse(link: Link, peers: Sequence[int], error: BaseException, group: Group, runner: Runner) -> None:
-    """Send every peer a refusal with the reason, so that no receiver waits for its timeout.
+    """Post a refusal with the reason to every peer, so that no receiver waits for its timeout.
 
-    The group stays usable: the next transfer follows in order. Gloo closes all connections when a wait
-    expires, so the waits here never do; this function gives up on them after _REFUSAL_S instead.
+    A receiver that calls later gets the refusal then. So nothing here waits for the messages: gloo closes all
+    connections when a wait expires, and a process that exits with a thread in an endless wait is aborted. The
+    group keeps the messages until the peer has taken the next frame, and so them.
     """
     reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
     data = encode_refusal(reason)
-    ends_s = runner.now_s() + _REFUSAL_S
-    lanes = []
     for peer in peers:
-        meter = Meter(peer, "describe", met=False)
-        lane = Lane(meter, _refusal_steps(link, data, meter, group))
-        lane.ends_s = ends_s
-        lanes.append(lane)
-    run_lanes(link, lanes, Rules(runner.now_s() + _NEVER_S, None), runner)
-
-
-def _refusal_steps(link: Link, data: bytes, meter: Meter, group: Group) -> Steps[None]:
-    window = Window(len(data))
-    _send_header(link, data, meter, window, group, lambda: _REFUSAL_S)
-    yield from window.finish()
+        # A peer that is gone needs no refusal, and whatever goes wrong here must not hide `error`.
+        with suppress(Exception), group.header("send", peer, lambda: _REFUSAL_S):
+            group.hold(peer, _post_header(link, peer, data))
+    if peers:
+        runner.sleep((), runner.now_s() + _REFUSAL_S)
 
 
 def _payload_steps(
