@@ -8,7 +8,7 @@ A frame is
     the rest  MessagePack of Envelope
 
 A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
-the reason as MessagePack text.
+MessagePack of Refusal.
 
 What MessagePack lacks is a Special: a code and a payload, which stays packed until `unpack` is asked.
 Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it. All that
@@ -100,7 +100,6 @@ _part_decoders: dict[str, Decoder[Any]] = {
     "storages": Decoder(tuple[Count, ...]),
 }
 _view_decoder = Decoder(memoryview)
-_text_decoder = Decoder(str)
 
 
 def pack(value: object) -> bytes:
@@ -151,26 +150,38 @@ def is_frame(data: bytes) -> bool:
 _MOST_REASON_CHARACTERS = 1000
 
 
-def encode_refusal(reason: str) -> bytes:
+class Refusal(Struct, frozen=True, array_like=True):
+    """Why a sender does not send its state, and the step that it was asked to send, if any."""
+
+    reason: str
+    step: int | None = None
+
+
+def encode_refusal(reason: str, step: int | None = None) -> bytes:
     """Encode the refusal that a sender sends instead of a frame.
 
-    >>> decode_refusal(encode_refusal("model.hook: a lambda can't travel"))
-    "model.hook: a lambda can't travel"
+    >>> decode_refusal(encode_refusal("model.hook: a lambda can't travel", step=7))
+    Refusal(reason="model.hook: a lambda can't travel", step=7)
     """
-    body = _encoder.encode(reason[:_MOST_REASON_CHARACTERS].encode(errors="replace").decode())
+    text = reason[:_MOST_REASON_CHARACTERS].encode(errors="replace").decode()
+    body = _encoder.encode(Refusal(text, step))
     return _PREAMBLE.pack(REFUSAL_MAGIC, VERSION, xxh3_64_intdigest(body)) + body
 
 
-def decode_refusal(data: bytes) -> str | None:
-    """Return the reason of a refusal, in one line; None if the data is not a refusal.
+def decode_refusal(data: bytes) -> Refusal | None:
+    """Decode a refusal, with its reason in one line; None if the data is not a refusal.
 
     Raises:
         BadManifest: it is malformed.
     """
     if data[: len(REFUSAL_MAGIC)] != REFUSAL_MAGIC:
         return None
-    reason = unpack(_checked_body(data), _text_decoder)
-    return "".join(char if char.isprintable() else " " for char in reason[:_MOST_REASON_CHARACTERS])
+    found = unpack(_checked_body(data), _refusal_decoder)
+    line = "".join(char if char.isprintable() else " " for char in found.reason[:_MOST_REASON_CHARACTERS])
+    return Refusal(line, found.step)
+
+
+_refusal_decoder = Decoder(Refusal)
 
 
 def know(manifest: Manifest, last: Known | None = None) -> Known:

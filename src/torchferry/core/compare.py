@@ -121,7 +121,7 @@ _EXTRA_HINT = (
 def _share_nothing(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
     """Return whether the states have no path in common, or no path of a tensor if both have tensors."""
     if not pairs:
-        return bool(incoming.leaves) and (extra == "drop" or bool(local.leaves))
+        return bool(local.leaves) or (extra == "drop" and bool(incoming.leaves))
     both_have_tensors = any(leaf.parts for leaf in incoming.leaves) and any(
         leaf.parts for leaf in local.leaves
     )

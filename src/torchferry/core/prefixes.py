@@ -21,7 +21,7 @@ _Words = tuple[str, ...]
 def wrapper_hint(
     incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
 ) -> list[str]:
-    """Return a hint that names the prefix if a prefix is all that the paths of the two sides differ in.
+    """Return a hint that names the prefix if all paths of one side have one that the other side lacks.
 
     `common` lists the paths that both sides have.
 
@@ -44,7 +44,7 @@ def wrapper_hint(
 
 
 def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words, _Words] | None:
-    """Find the words that turn all wrapped paths into bare ones if they are removed at one position."""
+    """Find words that all wrapped paths have at one position, and that turn one of them into a bare path."""
     known = set(bare)
     tried: set[tuple[_Words, _Words]] = set()
     for path in wrapped:
@@ -57,7 +57,7 @@ def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words,
                     return None
                 tried.add((outside, words))
                 inside = [each for each in wrapped if each[:place] == outside]
-                if all(each[place:end] == words and outside + each[end:] in known for each in inside):
+                if all(each[place:end] == words for each in inside):
                     return outside, words
     return None
 

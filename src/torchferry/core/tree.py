@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from torchferry.core.manifest import Branch, Manifest, Special, Value
@@ -125,10 +127,10 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
     waiting: deque[tuple[int | None, int | None]] = deque()
 
     def enter(ours: int | None, theirs: int | None) -> int:
-        child = theirs if ours is None else ours
-        if child is None or child >= 0:
+        # A leaf replaces a container of the other side, which must be empty: both can't be in one tree.
+        if (ours is not None and ours >= 0) or (theirs is not None and theirs >= 0):
             return ours if ours is not None and ours >= 0 else 0
-        waiting.append((ours, theirs if theirs is not None and theirs < 0 else None))
+        waiting.append((ours, theirs))
         return ~(len(branches) + len(waiting) - 1)
 
     root = enter(local.root, incoming.root)
@@ -179,7 +181,7 @@ def format_path(path: Sequence[Any]) -> str:
 
 def _format_key(key: object) -> str:
     if isinstance(key, Special):
-        return f"[<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>]"
+        return f"[{_show_packed(key)}]"
     if isinstance(key, str) and _is_bare(key):
         return f".{key}"
     return f"[{show(key)}]"
@@ -192,7 +194,23 @@ def _is_bare(key: str) -> bool:
     """Return whether a string key can be shown without quotes: short, printable and not ambiguous."""
     if not key or len(key) > MOST_CHARACTERS or not key.isprintable() or not _IN_BRACKETS.isdisjoint(key):
         return False
-    return not (key[0] in "+-.0123456789" and _is_number(key))
+    return not _is_number(key)
+
+
+_TUPLE = 16
+
+
+def _show_packed(key: Special) -> str:
+    """Show a key that is no msgpack scalar: a tuple as it is, another by its code and bytes."""
+    if key.code == _TUPLE and len(key.data) <= MOST_CHARACTERS:
+        try:
+            return show(_numbers_and_texts.decode(key.data))
+        except (msgspec.DecodeError, RecursionError):
+            pass
+    return f"<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>"
+
+
+_numbers_and_texts = Decoder(tuple[bool | int | float | str | None, ...])
 
 
 def _is_number(text: str) -> bool:

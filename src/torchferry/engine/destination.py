@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +16,15 @@ from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path, format_path
 from torchferry.engine.meter import Meter
 from torchferry.engine.recall import Recall
-from torchferry.errors import FerryError, PeerGaveUp, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
+from torchferry.errors import (
+    FerryError,
+    Mismatch,
+    PeerGaveUp,
+    StateMismatch,
+    TargetTorn,
+    TornAndBroken,
+    TornAndLate,
+)
 from torchferry.tensors.assemble import (
     Prepared,
     Shape,
@@ -25,6 +33,7 @@ from torchferry.tensors.assemble import (
     misfits,
     prepare,
     shape_in_place,
+    written_alike,
 )
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.fresh import Fresh, Layout
@@ -156,7 +165,7 @@ def destination(manifest: Manifest, plan: Plan, target: Target, *, strict: bool,
 def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destination:
     prepared = target.prepare(manifest)
     if unfit := misfits(manifest, range(len(manifest.leaves)), target.site):
-        raise StateMismatch(unfit, hints=[_MISFIT_HINT])
+        raise StateMismatch(unfit, hints=_shard_hints(unfit))
     fresh = Fresh(target.layout(manifest), HugePages(time.perf_counter))
     # What goes straight where it belongs. The rest is made when it is there.
     fresh.set_aside(plan.unpacked_storages())
@@ -168,9 +177,16 @@ def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destinatio
     )
 
 
-_MISFIT_HINT = (
-    "a rank only receives the shard of its own position in a mesh of the same shape: receive from the rank "
-    "that holds the same shard, pass mesh=, or send full_tensor()"
+def _shard_hints(mismatches: Sequence[Mismatch]) -> list[str]:
+    """Say what to do about shards of another position."""
+    if not any(mismatch.what.startswith("position") for mismatch in mismatches):
+        return []
+    return [_SHARD_HINT]
+
+
+_SHARD_HINT = (
+    "a rank only receives the shard of its own position: receive from the rank that holds the same shard, or "
+    "send full_tensor()"
 )
 
 
@@ -184,10 +200,10 @@ def _in_place(
     mismatches = list(comparison.mismatches)
     fresh: set[int] = set()
     if extra == "fresh":
-        fresh = {leaf for _, leaf in comparison.incoming_only} - {pair.incoming for pair in comparison.pairs}
+        fresh = {leaf for _, leaf in comparison.incoming_only}.difference(written_alike(manifest, comparison))
         mismatches += misfits(manifest, sorted(fresh), site)
     if mismatches:
-        raise StateMismatch(mismatches, hints=comparison.hints)
+        raise StateMismatch(mismatches, hints=[*comparison.hints, *_shard_hints(mismatches)])
     if extra == "drop":
         # What is dropped may be of a kind that is not known here.
         matched = None if comparison.twins else {pair.incoming for pair in comparison.pairs}

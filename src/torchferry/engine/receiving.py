@@ -25,6 +25,7 @@ from torchferry.core.routes import Route
 from torchferry.core.torn import paths_of
 from torchferry.core.watch import Rules
 from torchferry.engine.destination import Destination, Target, destination, nowhere, say_torn
+from torchferry.engine.digest import head
 from torchferry.engine.group import Group
 from torchferry.engine.lanes import Lane, Runner, run_lanes
 from torchferry.engine.meter import Meter, ask_after_unmet, note_progress
@@ -118,15 +119,8 @@ class _Transfer:
         with phases.phase("describe", peer):
             recall = self._group.recall("receive")
             target = Target(self._terms.target, self._terms.site, recall)
-        with ExitStack() as header:
-            with phases.phase(WAIT, peer):
-                header.enter_context(self._group.header("receive", peer, phases.left_s))
-                self.at_rest = False
-                length = self._receive_length()
-            with phases.phase("receive metadata", peer):
-                frame = self._receive_frame(length)
+        frame = self._receive_header()
         with phases.phase("receive metadata", peer):
-            self._stop_if_refused(frame)
             envelope = self._terms.decode(frame, target.known)
             plan = _plan(envelope, target)
             self._route = _route(envelope, peer, self._terms)
@@ -161,6 +155,28 @@ class _Transfer:
         _warn_of_gaps(report)
         return state, report
 
+    def _receive_header(self) -> bytes:
+        """Receive a frame. A refusal of another step than the one asked for is an old one, and is skipped."""
+        phases, peer = self._phases, self._peer
+        while True:
+            with ExitStack() as header:
+                with phases.phase(WAIT, peer):
+                    header.enter_context(self._group.header("receive", peer, phases.left_s))
+                    self.at_rest = False
+                    length = self._receive_length()
+                with phases.phase("receive metadata", peer):
+                    frame = self._receive_frame(length)
+                    refusal = decode_refusal(frame)
+                    if refusal is None:
+                        return frame
+                    self.at_rest = True
+                    if None in (self._terms.step, refusal.step) or self._terms.step == refusal.step:
+                        raise PeerGaveUp(
+                            f"rank {peer} refused to send its state; nothing was received: {refusal.reason}",
+                            culprit=peer,
+                            peer=peer,
+                        )
+
     def _assemble(self, envelope: Envelope, plan: Plan, receiver: Destination) -> object:
         try:
             return receiver.assemble()
@@ -184,16 +200,6 @@ class _Transfer:
         lane = Lane(Meter(self._peer, "receive metadata"), frame_steps(self._link, self._peer, nbytes))
         self._run([lane])
         return _outcome(lane)
-
-    def _stop_if_refused(self, frame: bytes) -> None:
-        reason = decode_refusal(frame)
-        if reason is not None:
-            self.at_rest = True
-            raise PeerGaveUp(
-                f"rank {self._peer} refused to send its state, and nothing was received: {reason}",
-                culprit=self._peer,
-                peer=self._peer,
-            )
 
     def _receive_payload(self, envelope: Envelope, plan: Plan, receiver: Destination) -> str | None:
         """Receive, and forward if that was asked for; say why the latter failed, if it did."""
@@ -357,13 +363,9 @@ def length_steps(link: Link, peer: int) -> Steps[int]:
 def frame_steps(link: Link, peer: int, nbytes: int) -> Steps[bytes]:
     """Receive a frame of a length that was checked."""
     # Zeroed, so that what is read never depends on what this memory held before.
-    frame = bytearray(nbytes)
-    host = torch.frombuffer(frame, dtype=torch.uint8)
-    buffer = host if link.takes(host.device) else host.to(link.device)
+    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=link.device)
     yield link.recv(buffer, peer, FRAME_TAG)
-    if buffer is not host:
-        host.copy_(buffer)
-    return bytes(frame)
+    return head(buffer, nbytes)
 
 
 _PATHS_SHOWN = 3
@@ -372,10 +374,11 @@ _PATHS_SHOWN = 3
 def _warn_of_gaps(report: Report) -> None:
     """Log one WARNING if paths were dropped or kept: training could go on without them unnoticed."""
     said = [
-        f"{len(paths)} {what} ({', '.join(paths[:_PATHS_SHOWN])}{', …' if len(paths) > _PATHS_SHOWN else ''})"
+        f"{len(paths)} path{'s' if len(paths) > 1 else ''} {what}: "
+        f"{', '.join(paths[:_PATHS_SHOWN])}{', …' if len(paths) > _PATHS_SHOWN else ''}"
         for what, paths in (
-            ("paths that only the sender has were dropped", report.dropped),
-            ("paths that only the local state has were left as they were", report.kept),
+            ("dropped, which only the sender has", report.dropped),
+            ("left as they were, which only the local state has", report.kept),
         )
         if paths
     ]

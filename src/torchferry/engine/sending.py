@@ -61,7 +61,7 @@ def push(link: Link, peers: Sequence[int], state: object, terms: Push, group: Gr
                     peer=peers[0] if len(peers) == 1 else None,
                 )
     except BaseException as error:
-        _refuse(link, peers, error, group, runner)
+        _refuse(link, peers, error, group, terms.step, runner)
         raise
     with phases.phase("send tensors"):
         lanes = []
@@ -125,7 +125,9 @@ _REFUSAL_S = 0.2
 but only while the sender lives."""
 
 
-def _refuse(link: Link, peers: Sequence[int], error: BaseException, group: Group, runner: Runner) -> None:
+def _refuse(
+    link: Link, peers: Sequence[int], error: BaseException, group: Group, step: int | None, runner: Runner
+) -> None:
     """Post a refusal with the reason to every peer, so that no receiver waits for its timeout.
 
     A receiver that calls later gets the refusal then. So nothing here waits for the messages: gloo closes all
@@ -133,7 +135,7 @@ def _refuse(link: Link, peers: Sequence[int], error: BaseException, group: Group
     group keeps the messages until the peer has taken the next frame, and so them.
     """
     reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-    data = encode_refusal(reason)
+    data = encode_refusal(reason, step)
     for peer in peers:
         # A peer that is gone needs no refusal, and whatever goes wrong here must not hide `error`.
         with suppress(Exception), group.header("send", peer, lambda: _REFUSAL_S):

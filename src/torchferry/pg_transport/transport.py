@@ -104,9 +104,11 @@ class PGTransport:
     def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
         """Send a state to the given ranks of the group.
 
-        Returns once the group has taken every byte; until then the state must not change. Where receivers
-        forward to each other, those are the bytes for the first of them, and what becomes of the others is
-        theirs to say. `step` travels along, for receivers that ask for one.
+        Returns once the group has taken every byte; until then the state must not change. With `relay`, those
+        are the bytes for the first receiver. `step` travels along, for receivers that ask for one.
+
+        Every call pairs with one `recv_checkpoint` of each receiver, also a call that raises Unsendable: that
+        receive raises PeerGaveUp with the reason. A receiver that asks for a step skips refusals of others.
 
         Raises:
             BadArgument: a rank that is not another member of the group (also a ValueError).

@@ -14,7 +14,7 @@ from torchferry.core.compare import Comparison, Extra
 from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
-from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused
+from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
 from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Fresh
@@ -171,14 +171,23 @@ def shape_in_place(prepared: Prepared, local: Manifest, *, strict: bool, extra: 
     The incoming tree if it has all paths, the local tree if nothing is added to it, and else both merged.
 
     Raises:
-        PeerError: a merged container can't be built.
+        StateMismatch: a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
         return Shape(local, _containers(local))
     if strict:
         return Shape(prepared.manifest, prepared.containers)
     merged = merge(local, prepared.manifest)
-    return Shape(merged, _containers(merged))
+    try:
+        return Shape(merged, _containers(merged))
+    except FerryError as error:
+        # Both sides' containers are sound; only together they are not.
+        where = error.path or format_path(())
+        said = error.what.removeprefix(f"{where}: ")
+        mismatch = Mismatch(
+            where, f"no container for what both sides have ({said})", "more keys", "fewer keys"
+        )
+        raise StateMismatch([mismatch]) from None
 
 
 def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
@@ -197,6 +206,24 @@ def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mism
         for path, number in occurrences(manifest)
         if number in found
     ]
+
+
+def written_alike(manifest: Manifest, comparison: Comparison) -> dict[int, Path]:
+    """Find leaves that only the peer has, but whose tensors were written to a local leaf at another path.
+
+    Tied weights are such: two keys of a state dict, one memory. They arrive as the local leaf.
+    """
+    paths = {_form(manifest, pair.incoming): pair.path for pair in reversed(comparison.pairs)}
+    found: dict[int, Path] = {}
+    for _, number in comparison.incoming_only:
+        if manifest.leaves[number].parts and (path := paths.get(_form(manifest, number))) is not None:
+            found[number] = path
+    return found
+
+
+def _form(manifest: Manifest, number: int) -> object:
+    leaf = manifest.leaves[number]
+    return leaf.kind, leaf.fixed, leaf.traits, tuple(manifest.tensors[part] for part in leaf.parts)
 
 
 def assemble_in_place(
@@ -223,11 +250,12 @@ def assemble_in_place(
                 values[number] = _arrived(prepared, target, number, number)
         return rebuild(prepared.manifest, values, _builder(prepared.containers))
     arrived = {pair.path: _arrived(prepared, target, pair.incoming, pair.local) for pair in comparison.pairs}
-    # A leaf that was also written to a local tensor is that tensor.
-    built = {pair.incoming: arrived[pair.path] for pair in reversed(comparison.pairs)}
     wanted = {path for path, _ in occurrences(shape.manifest)}
-    for path, number in comparison.incoming_only:
-        if path in wanted:
+    incoming_only = [each for each in comparison.incoming_only if each.path in wanted]
+    if incoming_only:
+        alike = written_alike(prepared.manifest, comparison)
+        built = {number: arrived[path] for number, path in alike.items()}
+        for path, number in incoming_only:
             if number not in built:
                 built[number] = _built_fresh(prepared, number, site, memory_of)
             arrived[path] = built[number]

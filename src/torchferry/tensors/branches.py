@@ -174,6 +174,9 @@ def _build_deque(children: list[object], maxlen: Value) -> object:
     return deque(children, maxlen)
 
 
+_HEAP_TYPE = 1 << 9
+"""The flag that CPython sets for classes that are not built in."""
+
 _ITEMS = "<items>"
 """The key for the items of a dataclass that is also a dict or list. No field can have that name."""
 
@@ -225,16 +228,15 @@ def _items_base(cls: type) -> Any:
     Raises:
         Unsendable: it is derived from another built-in type, and can't be rebuilt from its fields.
     """
-    for base in (OrderedDict, dict, list):
-        if issubclass(cls, base):
-            return base
-    try:
-        object.__new__(cls)
-    except TypeError as error:
-        raise Unsendable(
-            f"a {registry.name_of(cls)} can't be rebuilt from its fields ({error}): convert it to a dict"
-        ) from None
-    return None
+    built_in = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    if built_in is object:
+        return None
+    if built_in in (OrderedDict, dict, list):
+        return built_in
+    raise Unsendable(
+        f"a {registry.name_of(cls)} can't be rebuilt from its fields, because it is also a "
+        f"{built_in.__name__}: convert it to a dict"
+    )
 
 
 def field_names(cls: type) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def describe_target(state: object, *, traces: Traces | None = None) -> Descripti
 
 
 def _opaque(value: object, error: Unsendable) -> Leaf:
-    return Leaf(OPAQUE, fixed=why_not_written(value), traits=f"a {type(value).__qualname__}")
+    return Leaf(OPAQUE, fixed=why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
 
 def _describe(state: object, otherwise: _Otherwise, traces: Traces | None) -> Description:

@@ -64,10 +64,10 @@ def is_array(value: object) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
-def holds_array(value: object) -> bool:
-    """Say whether it is an ndarray or a subclass of one."""
+def is_array_type(cls: type) -> bool:
+    """Return whether a class is ndarray or derived from it."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and issubclass(cls, numpy.ndarray)
 
 
 def is_bytes(dtype: Any) -> bool:

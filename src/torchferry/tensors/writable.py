@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge, registry
 from torchferry.tensors.memory import CPU, Memory
 
 READ_ONLY = "in read-only memory: receive into a copy of it"
 
-_MOST_OBJECTS = 1 << 20
-"""An object that refers to more objects than this is assumed to hold tensors."""
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+_MOST_OBJECTS = 1 << 22
+"""An object that refers to more objects than this, besides numbers and texts, is assumed to hold tensors."""
 
 _NOT_LOOKED_INTO = (
     type,
@@ -31,16 +34,21 @@ _NOT_LOOKED_INTO = (
 )
 
 
-def why_not_written(value: object) -> str | None:
-    """Return why a local value can't be written in place; None if it is a value without tensors."""
+def why_not_written(value: object, error: Unsendable) -> str | None:
+    """Return why a local value can't be written in place; None if it is a value without tensors.
+
+    `error` is why it could not be described.
+    """
     if isinstance(value, torch.Tensor):
         return _why_no_tensor(value)
     name = registry.name_of(type(value))
-    if numpy_bridge.holds_array(value):
+    if numpy_bridge.is_array_type(type(value)):
         return f"an array of the class {name}, which can't be written in place"
-    if holds_tensors(value):
-        return f"a {name} that holds tensors: put those themselves into the state, as its state_dict() does"
-    return None
+    if not holds_tensors(value):
+        return None
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {name} with tensors that can't be described: {error.what}"
+    return f"a {name} that holds tensors: put those themselves into the state, as its state_dict() does"
 
 
 def _why_no_tensor(tensor: torch.Tensor) -> str:
@@ -64,14 +72,15 @@ def holds_tensors(value: object) -> bool:
     found = [value]
     while found:
         each = found.pop()
-        if isinstance(each, torch.Tensor) or numpy_bridge.holds_array(each):
+        # By type, because `isinstance` asks an object for its `__class__`, which may be a property.
+        if issubclass(type(each), torch.Tensor) or numpy_bridge.is_array_type(type(each)):
             return True
-        if id(each) in seen or isinstance(each, _NOT_LOOKED_INTO):
+        if id(each) in seen or issubclass(type(each), _NOT_LOOKED_INTO):
             continue
         seen.add(id(each))
         if len(seen) > _MOST_OBJECTS:
             return True
-        found += gc.get_referents(each)
+        found += [inner for inner in gc.get_referents(each) if type(inner) not in _ATOMS]
     return False
 
 

@@ -65,8 +65,9 @@ def test_a_refusal_says_why_in_one_short_line_and_is_no_frame(reason: str) -> No
     assert not is_frame(refusal)
     found = decode_refusal(refusal)
     assert found is not None
-    assert found.isprintable()
-    assert len(found) <= 1000
+    assert found.step is None
+    assert found.reason.isprintable()
+    assert len(found.reason) <= 1000
     assert decode_refusal(frame_of(STATE)) is None
 
 

@@ -66,7 +66,9 @@ def test_a_state_may_be_a_single_leaf() -> None:
         (("0",), "['0']"),
         (("a", "-1.5"), "a['-1.5']"),
         (("a", "1e3"), "a['1e3']"),
-        (("a", "inf"), "a.inf"),
+        (("a", "inf"), "a['inf']"),
+        (("a", " 5"), "a[' 5']"),
+        (("a", Special(16, pack([1, "x"]))), "a[(1, 'x')]"),
         (("a", ""), "a['']"),
         (("a", "b[0]"), "a['b[0]']"),
         (("a", True), "a[True]"),
@@ -80,8 +82,9 @@ def test_a_path_is_shown_as_people_write_it(path: tuple[Value, ...], shown: str)
     assert format_path(path) == shown
 
 
-def test_a_key_that_is_still_packed_is_shown_by_its_code() -> None:
-    assert "16" in format_path((Special(16, pack([1])),))
+@pytest.mark.parametrize("data", [pack([[1]]), b"\xc1", bytes(500)])
+def test_a_key_that_can_t_be_unpacked_is_shown_by_its_code(data: bytes) -> None:
+    assert "16:" in format_path((Special(16, data),))
 
 
 def test_two_trees_are_merged_into_one_with_the_places_of_both() -> None:
@@ -89,11 +92,12 @@ def test_two_trees_are_merged_into_one_with_the_places_of_both() -> None:
         -1,
         (
             Branch("odict", (-2, 0, -3), ("model", "step", "theirs")),
-            Branch("list", (1, 2, 0, 1)),
+            Branch("list", (1, -5, 0, 1)),
             Branch("dict", (0, -4), ("x", "y")),
             Branch("list", (1,)),
+            Branch("dict", (), ()),
         ),
-        (Leaf("value"),) * 3,
+        (Leaf("value"),) * 2,
         (),
         (),
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.unit.pg_transport.quacking import Ends
-from torchferry import BadArgument, PGTransport, StateMismatch
+from torchferry import BadArgument, PGTransport, StateMismatch, register
+
+
+@register
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def theirs() -> dict[str, Any]:
@@ -51,8 +58,8 @@ def test_what_is_dropped_and_kept_is_in_the_report_and_in_one_warning(warnings: 
     assert report.fresh == ()
     (said,) = warnings
     assert "rank 0" in said
-    assert "3 paths that only the sender has were dropped (model.new, extra[0], extra[1])" in said
-    assert "2 paths that only the local state has were left as they were (model.old, mine)" in said
+    assert "3 paths dropped, which only the sender has: model.new, extra[0], extra[1]" in said
+    assert "2 paths left as they were, which only the local state has: model.old, mine" in said
     assert "3 paths dropped; 2 paths kept" in str(report)
 
 
@@ -60,7 +67,7 @@ def test_a_long_list_is_cut_in_the_warning_and_whole_in_the_report(warnings: lis
     ends = Ends({"w": torch.zeros(2)}, strict=False)
     ends.transfer({"w": torch.ones(2), **{f"x{n}": n for n in range(100)}})
     (said,) = warnings
-    assert "100 paths that only the sender has were dropped (x0, x1, x2, …)" in said
+    assert "100 paths dropped, which only the sender has: x0, x1, x2, …" in said
     assert ends.receiver.last_report is not None
     assert len(ends.receiver.last_report.dropped) == 100
 
@@ -99,11 +106,12 @@ def test_tensors_that_have_nothing_in_common_are_an_error_even_if_a_step_count_h
         (["a", "b"], ["module.a", "module.b"], "all local paths begin with `module.`"),
         (["module._orig_mod.a"], ["a"], "all incoming paths begin with `module._orig_mod.`"),
         (["module.a", "b"], ["a", "b"], "all other incoming paths begin with `module.`"),
-        (["module.a", "module.c"], ["a", "b"], None),
+        (["module.a", "module.c"], ["a", "b"], "all incoming paths begin with `module.`"),
+        (["module.a", "module.b", "c"], ["a", "b"], None),
         (["a"], ["b"], None),
     ],
 )
-def test_a_prefix_is_only_recognised_if_it_is_all_that_differs(
+def test_a_prefix_is_recognised_if_all_paths_of_one_side_have_it(
     incoming: list[str], local: list[str], said: str | None
 ) -> None:
     with pytest.raises(StateMismatch) as raised:
@@ -180,6 +188,42 @@ def test_fresh_keeps_aliases_among_what_is_fresh_and_with_what_was_written() -> 
     assert received["head"] is received["w"] is local["w"]
     received["a"][3] = -1
     assert received["b"].tolist() == [2, -1, 4, 5]
+
+
+def test_fresh_ties_what_has_the_memory_of_a_written_leaf_as_a_state_dict_has_tied_weights() -> None:
+    tied = torch.full((2,), 3.0)
+    local = {"embed": torch.zeros(2)}
+    ends = Ends(local, extra="fresh")
+    received = ends.transfer({"embed": tied.detach(), "head": tied.detach(), "part": tied[:1]})
+    assert received["head"] is local["embed"]
+    assert received["part"].tolist() == [3]
+    assert ends.receiver.last_report is not None
+    assert ends.receiver.last_report.fresh == ("head", "part")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_fresh_puts_a_leaf_where_the_local_state_has_an_empty_container(strict: bool) -> None:
+    local = {"a": {}, "b": torch.zeros(2), "c": []}
+    received = Ends(local, strict=strict, extra="fresh").transfer(
+        {"a": torch.ones(3), "b": torch.ones(2), "c": 1}
+    )
+    assert received["a"].tolist() == [1, 1, 1]
+    assert received["b"] is local["b"]
+    assert received["c"] == 1
+    assert Ends({}, strict=strict, extra="fresh").transfer(torch.ones(1)).tolist() == [1]
+
+
+def test_what_no_local_container_can_hold_is_a_mismatch_and_not_the_peer_s_fault() -> None:
+    state = {"w": torch.ones(1), "a": {"x": 1, "y": 2, "z": 3}, "d": [1, 2, 3]}
+    for local in ({"a": Point(1, 2)}, {"d": deque([1, 2], maxlen=2)}):
+        with pytest.raises(StateMismatch, match="no container for what both sides have"):
+            Ends({"w": torch.zeros(1), **local}, strict=False, extra="fresh").transfer(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": {}, "b": []}])
+def test_a_state_without_leaves_matches_nothing(state: dict[str, Any]) -> None:
+    with pytest.raises(StateMismatch, match="w: the peer has no such path"):
+        Ends({"w": torch.zeros(2)}, strict=False).transfer(state)
 
 
 def test_fresh_into_an_empty_state_is_all_fresh() -> None:

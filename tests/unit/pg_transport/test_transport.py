@@ -308,6 +308,17 @@ def unanswered(rank: int) -> str:
     return str(raised.value)
 
 
+def test_a_receiver_skips_an_old_refusal_of_another_step() -> None:
+    ends = Ends()
+    for step in (1, 2):
+        with pytest.raises(Unsendable):
+            ends.sender.send_checkpoint([1], {"f": len}, step=step)
+    ends.sender.send_checkpoint([1], STATE, step=3)
+    received: Any = ends.receiver.recv_checkpoint(0, step=3)
+    assert received["lr"] == 0.5
+    assert ends.mail.waiting() == 0
+
+
 def wait_for_a_late_sender(rank: int, late_s: float) -> dict[str, Any]:
     """Rank 0 begins late, and then sends; rank 1 has a `stall_timeout` that is far shorter than that."""
     here = PGTransport(dist.group.WORLD, 20, "cpu", stall_timeout=0.3)

@@ -98,6 +98,35 @@ def test_what_has_no_tensor_in_it_is_not_said_to(value: object) -> None:
     assert not holds_tensors(value)
 
 
+def test_a_large_object_without_tensors_is_a_value_like_others() -> None:
+    local = {"sampler": Holder(list(range(1_500_000))), "w": torch.zeros(2)}
+    received = Ends(local, sender={"allow_pickle": True}, allow_pickle=True).transfer(
+        {"sampler": Holder(list(range(1_500_000))), "w": torch.ones(2)}
+    )
+    assert received["w"].tolist() == [1, 1]
+
+
+class Elusive:
+    """An object that can't be asked for its class."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("working outside of request context")
+
+
+def test_an_object_is_not_asked_for_its_class() -> None:
+    assert not holds_tensors([Elusive()])
+
+
+def test_a_local_state_dict_with_an_odd_attribute_says_so() -> None:
+    local: Any = torch.nn.Linear(1, 1).state_dict()
+    local._metadata["odd"] = object()
+    with pytest.raises(
+        StateMismatch, match=r"with tensors that can't be described: in its attribute _metadata"
+    ):
+        Ends({"model": local}).transfer({"model": torch.ones(1)})
+
+
 def test_an_object_that_contains_itself_is_looked_into_once() -> None:
     loop = Holder(None)
     loop.held = [loop]

@@ -365,7 +365,15 @@ class Trouble(Exception):
     code: int
 
 
-@pytest.mark.parametrize("value", [Word("en"), Trouble(3)], ids=["a str", "an exception"])
+@register
+@dataclass
+class Filling(defaultdict):  # type: ignore[type-arg]
+    name: str = "x"
+
+
+@pytest.mark.parametrize(
+    "value", [Word("en"), Trouble(3), Filling()], ids=["a str", "an exception", "a defaultdict"]
+)
 def test_a_dataclass_that_is_also_another_built_in_is_refused_at_the_sender(value: object) -> None:
     said = refusal_at_a_path(value)
     assert type(value).__qualname__ in said
