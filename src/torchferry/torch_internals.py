@@ -1,8 +1,8 @@
-"""Every private API of torch that torchferry uses, each with a fallback. No other module uses one.
+"""Every private API of torch that torchferry uses. No other module uses one.
 
-torch 2.9 to 2.15 differ in some of these APIs, and a later version may remove any of them. Each function
-looks for its API when it is called, and its docstring says what happens without it.
-`tests/unit/test_torch_internals.py` removes each API and tests the fallback.
+torch 2.9 to 2.15 differ in some of these APIs, and a later version may remove any of them. Each function's
+docstring says what happens without its API: it does something else, or it raises ImportError, and then that
+kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes each API and tests that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class MeshLayout(NamedTuple):
-    """The layout of a mesh: `ranks` in one row, and for each dimension its sizes and strides in that row.
+    """The layout of a mesh: a flat list of ranks, and for each dimension its sizes and strides in that list.
 
-    A dimension that torch flattened out of several has several sizes and strides. A slice keeps the ranks of
-    the mesh that it was sliced from, so every one of those ranks can find its own slice. `coalesced` is for
-    torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of the same ranks.
+    A dimension that torch made by flattening several has one size and one stride for each. A slice keeps the
+    ranks of the mesh that it was sliced from, so every one of those ranks can find its own slice.
+    `coalesced` is for torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of
+    the same ranks.
     """
 
     ranks: tuple[int, ...]
@@ -130,7 +131,7 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int | None) -> DeviceMesh:
-    """Create a mesh without process groups, as seen from `rank`; None stands outside every mesh.
+    """Create a mesh without process groups. `rank` is this process's global rank, None if it has none.
 
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
@@ -263,7 +264,7 @@ def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
     """Create a ShardedTensor from local shards and the metadata of the whole tensor.
 
     It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
-    and the one of its base compares all pairs of shards, which a peer can make take very long.
+    and the one of its base compares all pairs of shards, of which a peer chooses the number.
 
     Raises:
         ImportError: this torch has no ShardedTensor.

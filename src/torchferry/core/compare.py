@@ -1,7 +1,7 @@
-"""What arrives against what it would overwrite: every difference, before the first byte.
+"""Compares the incoming state with the local state and lists every mismatch, before anything is written.
 
-Both states are manifests, so comparing them is pure. The result lists the pairs that fit and the mismatches,
-each with its path and the values of both sides.
+Both states are manifests, so comparing them is pure. The result lists the paths that both states have, and
+the mismatches, each with its path and the values of both sides.
 """
 
 from __future__ import annotations

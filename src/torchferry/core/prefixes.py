@@ -1,4 +1,4 @@
-"""Recognises states of which only one side is wrapped, such as by DistributedDataParallel."""
+"""Detects that only one side's model is wrapped, for example by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Words = tuple[str, ...]
 def wrapper_hint(
     incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
 ) -> list[str]:
-    """Return a hint that names the prefix if all paths of one side have one that the other side lacks.
+    """Return a hint if the unmatched paths of one side share a prefix that the other side's do not have.
 
     `common` lists the paths that both sides have.
 
@@ -44,7 +44,7 @@ def wrapper_hint(
 
 
 def _wrapper(wrapped: Sequence[_Words], bare: Sequence[_Words]) -> tuple[_Words, _Words] | None:
-    """Find words that all wrapped paths have at one position, and that turn one of them into a bare path."""
+    """Find a prefix that all `wrapped` paths below one parent share; without it, one of them must be bare."""
     known = set(bare)
     tried: set[tuple[_Words, _Words]] = set()
     for path in wrapped:

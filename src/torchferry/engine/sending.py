@@ -121,8 +121,8 @@ def _post_header(link: Link, peer: int, data: bytes) -> tuple[Pending, Pending]:
 
 
 _REFUSAL_S = 0.2
-"""How long a sender stays after it posted its refusals. A receiver that waits takes one within milliseconds,
-but only while the sender lives."""
+"""How long a sender sleeps after it posted its refusals. A receiver that is waiting takes its refusal within
+milliseconds, but only while the sender lives."""
 
 
 def _refuse(
@@ -130,9 +130,10 @@ def _refuse(
 ) -> None:
     """Post a refusal with the reason to every peer, so that no receiver waits for its timeout.
 
-    A receiver that calls later gets the refusal then. So nothing here waits for the messages: gloo closes all
-    connections when a wait expires, and a process that exits with a thread in an endless wait is aborted. The
-    group keeps the messages until the peer has taken the next frame, and so them.
+    This function does not wait for the sends to complete, because a receiver may call much later. If a gloo
+    wait times out, gloo closes all connections; if a process exits while a thread waits without a timeout,
+    the process aborts. The group keeps the pending sends until the peer has received a later frame. Messages
+    arrive in order, so the peer has received the refusal by then.
     """
     reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
     data = encode_refusal(reason, step)

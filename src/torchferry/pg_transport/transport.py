@@ -51,14 +51,15 @@ class PGTransport:
             the sender leaves nothing to check, on the receiver only saves it the work.
         allow_pickle: let values outside the closed set travel pickled; needed on both sides. A pickle can
             run anything, so only for peers that are trusted as much as oneself.
-        mesh: what DTensors are bound to that are received fresh: their own mesh must have the same shape, or
-            the same names and shape as a slice of it, and their shards this rank's position in it.
+        mesh: the DeviceMesh of fresh DTensors. The sender's mesh must have its shape, or the names and shape
+            of a slice of it, and the shard this rank's coordinates along every dimension that splits the
+            tensor.
         max_metadata_bytes: the most metadata that is sent or accepted. Decoded it takes more: some eleven
             times its length, and up to sixty times if a peer makes it for that.
-        relay: whether receivers pass the state on to each other, in the order of `dst_ranks`, so that this
-            side's line carries it once and not once for each. A receiver that is lost takes those after it
-            with it, and a send that returns only says that the first has taken the bytes. Only asked of the
-            sender.
+        relay: whether receivers forward the state to each other, in the order of `dst_ranks`, so that the
+            sender's network link carries it once. If one receiver fails, all later ones fail too. When
+            `send_checkpoint` returns, the backend has the bytes for the first receiver. Only the sender's
+            setting matters.
 
     Raises:
         BadArgument: no group, a timeout that is not positive, no such device, no function for the state, or
@@ -107,8 +108,9 @@ class PGTransport:
         Returns once the group has taken every byte; until then the state must not change. With `relay`, those
         are the bytes for the first receiver. `step` travels along, for receivers that ask for one.
 
-        Every call pairs with one `recv_checkpoint` of each receiver, also a call that raises Unsendable: that
-        receive raises PeerGaveUp with the reason. A receiver that asks for a step skips refusals of others.
+        Each call matches one `recv_checkpoint` on each receiver. If the call raises Unsendable, the matching
+        receive raises PeerGaveUp with the reason. A receiver that passes `step` ignores refusals of other
+        steps.
 
         Raises:
             BadArgument: a rank that is not another member of the group (also a ValueError).
