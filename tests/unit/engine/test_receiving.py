@@ -11,7 +11,7 @@ import torch
 from torchferry.core.codec import Envelope, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, destination, payload, pull, push
+from torchferry.engine import Group, Pull, Push, destination, payload, pull, push
 from torchferry.engine.digest import digests
 from torchferry.errors import (
     BadManifest,
@@ -156,6 +156,16 @@ def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
         receive(MemoryNetwork(), timeout_s=0.05, if_unmet="Is rank {peer} there?")
     assert (raised.value.peer, raised.value.phase) == (0, "wait")
     assert "Is rank 0 there? The timeout was 0.05 s" in str(raised.value)
+
+
+def test_waiting_for_another_transfer_with_the_same_peer_is_booked_as_waiting() -> None:
+    group = Group()
+    terms = Pull(timeout_s=0.05, max_metadata_bytes=1000)
+    with group.header("receive", 0, lambda: 1.0), pytest.raises(LinkTimeout) as raised:
+        pull(MemoryNetwork().link(1), 0, terms, group)
+    assert (raised.value.peer, raised.value.phase) == (0, "wait")
+    assert "another transfer with this peer" in str(raised.value)
+    assert "The timeout was 0.05 s" in str(raised.value)
 
 
 def test_a_peer_that_was_heard_of_is_not_asked_after() -> None:
