@@ -1,45 +1,45 @@
 """Every error that torchferry raises, in one tree.
 
     FerryError                      the root: catch this to catch them all
-    ├── StateError                  the state on *this* side is the problem
-    │   ├── Unsendable              a leaf that can't travel exactly (sender, before anything is sent)
-    │   ├── StateChanged            the state was changed while it was being sent
-    │   ├── StateMismatch           what arrives does not fit what would be overwritten (nothing was)
+    ├── StateError                  the state on this side is the problem
+    │   ├── Unsendable              a leaf can't be sent exactly (raised before anything is sent)
+    │   ├── StateChanged            the state changed while it was being sent
+    │   ├── StateMismatch           the incoming state does not fit the local one (nothing was overwritten)
     │   ├── TargetTorn              a failure left the local state partly overwritten
-    │   │   ├── TornAndLate         … because the deadline passed         (also TimeoutError)
-    │   │   └── TornAndBroken       … because the connection was lost     (also ConnectionError)
-    │   └── BadArgument             a rank, timeout or device that can't be right  (also ValueError)
-    ├── PeerError                   what the other side sent is the problem
-    │   ├── BadManifest             metadata that is malformed, or of another version
-    │   ├── PickleRefused           metadata or a leaf that could run code
-    │   ├── UnknownType             a type that this process has not registered, or can't build
-    │   ├── StepMismatch            the peer's state is of another step
-    │   └── PeerGaveUp              the sender, or who was to forward, ended the transfer half-way
-    └── LinkError                   the way between the two is the problem
-        ├── LinkBroken              the connection is gone                         (also ConnectionError)
-        ├── LinkTimeout             the deadline passed                            (also TimeoutError)
-        │   └── LinkStalled         no message was completed for stall_timeout
-        ├── Corrupted               bytes arrived that are not those that were sent
-        ├── GroupBroken             an earlier transfer failed: rebuild the group      (also ConnectionError)
-        └── SendFailed              several receivers, and not all of them got the state
+    │   │   ├── TornAndLate         … because the deadline passed              (also TimeoutError)
+    │   │   └── TornAndBroken       … because the connection was lost          (also ConnectionError)
+    │   └── BadArgument             a rank, timeout or device is invalid       (also ValueError)
+    ├── PeerError                   what the peer sent is the problem
+    │   ├── BadManifest             the metadata is malformed, or of another version
+    │   ├── PickleRefused           the metadata or a leaf could run code
+    │   ├── UnknownType             a type is not registered in this process, or can't be built
+    │   ├── StepMismatch            the peer's state belongs to another step
+    │   └── PeerGaveUp              the sender, or a receiver that forwards, aborted the transfer
+    └── LinkError                   the connection is the problem
+        ├── LinkBroken              the connection is gone                     (also ConnectionError)
+        ├── LinkTimeout             the deadline passed                        (also TimeoutError)
+        │   └── LinkStalled         no message completed for stall_timeout
+        ├── Corrupted               the received bytes differ from the sent bytes
+        ├── GroupBroken             an earlier transfer failed on this group   (also ConnectionError)
+        └── SendFailed              some of several receivers did not get the state
             ├── SendLate            … because the deadline passed for one      (also TimeoutError)
             └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
-The branches say whose fault it is, because that decides what to do: mend the state, mend the peer, or
-rebuild the group. Each error carries `peer` (a rank in the group), `path` and `phase` where it has them.
+The three branches tell what to do: change the state, look at the peer, or create a new process group. Errors
+have `peer` (a rank in the group), `path` and `phase` where they are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeVar
 
 
 class FerryError(Exception):
-    """The root of all errors of torchferry.
+    """The root of all errors of torchferry. An error is not changed once it exists.
 
-    `peer`, `path` and `phase` are None until someone who knows them fills them in: the describer knows
-    the path, the engine the peer and the phase.
+    `what` says what happened. `peer`, `path` and `phase` are None where they are not known. The message,
+    which `str`, `repr` and `args` agree on, is `what` with the peer and the phase.
     """
 
     def __init__(
@@ -50,63 +50,88 @@ class FerryError(Exception):
         path: str | None = None,
         phase: str | None = None,
     ) -> None:
-        super().__init__(what)
         self.what = what
         self.peer = peer
         self.path = path
         self.phase = phase
+        super().__init__(self._message())
 
-    def __str__(self) -> str:
-        known = []
+    def _message(self) -> str:
+        context = []
         if self.peer is not None:
-            known.append(f"peer: rank {self.peer}")
+            context.append(f"peer: rank {self.peer}")
         if self.phase is not None:
-            known.append(f"phase: {self.phase}")
-        return f"{self.what} [{', '.join(known)}]" if known else self.what
+            context.append(f"phase: {self.phase}")
+        return f"{self.what} [{', '.join(context)}]" if context else self.what
+
+    def at(self, path: str) -> Self:
+        """Return this error for a leaf: its message begins with the leaf's path."""
+        return self._copy(what=f"{path}: {self.what}", path=path)
+
+    def with_context(
+        self,
+        *,
+        peer: int | None = None,
+        path: str | None = None,
+        phase: str | None = None,
+        more: str = "",
+    ) -> Self:
+        """Return this error with the context that it lacks, and `more` behind `what`."""
+        return self._copy(
+            what=self.what + more,
+            peer=peer if self.peer is None else self.peer,
+            path=path if self.path is None else self.path,
+            phase=phase if self.phase is None else self.phase,
+        )
+
+    def _copy(self, **fields: object) -> Self:
+        copy = _revive(type(self), (), {**self.__dict__, **fields})
+        copy.args = (copy._message(),)
+        copy.__cause__, copy.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return copy.with_traceback(self.__traceback__)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process boundaries in launchers and tests; keyword-only arguments would be
-        # lost by the default, which calls the class with `args` alone.
+        # Launchers and tests pickle exceptions. The default calls the class with `args` alone, and would
+        # lose the keyword arguments.
         return (_revive, (type(self), self.args, self.__dict__))
 
 
-def _revive(cls: type[FerryError], args: tuple[object, ...], fields: dict[str, object]) -> FerryError:
-    error = cls.__new__(cls, *args)
+ErrorT = TypeVar("ErrorT", bound=FerryError)
+
+
+def _revive(cls: type[ErrorT], args: tuple[object, ...], fields: dict[str, object]) -> ErrorT:
+    error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(fields)
     return error
 
 
 class StateError(FerryError):
-    """The state on this side can't be sent, or can't take what arrives."""
+    """The state on this side can't be sent, or can't be written."""
 
 
 class Unsendable(StateError):
-    """A leaf, key or container can't travel exactly. Nothing was sent."""
+    """A leaf, key or container can't be sent exactly. Nothing was sent."""
 
 
 class StateChanged(StateError):
-    """The state was changed while it was being sent, so what arrived is no state that ever was.
-
-    `paths` names the leaves that changed.
-    """
+    """The state changed while it was being sent. `paths` lists the leaves that changed."""
 
     def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the state was changed while it was being sent ({_shown(self.paths)}); receivers "
-            "refuse it where it would be a mixture. Send a copy, or hold the training step back until the "
-            "send returns",
+            f"the state changed while it was being sent ({_listed(self.paths)}); receivers reject "
+            "inconsistent data. Send a copy, or do not modify the state until the send returns",
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )
 
 
 class TargetTorn(StateError):
-    """A failure came after local tensors were written: some hold the new values, some a mixture.
+    """The transfer failed after local tensors were written.
 
-    `whole` names the paths that arrived complete and verified, `torn` those that may hold a mixture of
-    old and new bytes, `untouched` those that still hold the old. The failure itself is `__cause__`.
+    `whole` lists the paths that hold the new values, verified; `torn` those that may hold old and new bytes
+    mixed; `untouched` those that hold the old values. `__cause__` is the failure.
     """
 
     def __init__(
@@ -117,17 +142,27 @@ class TargetTorn(StateError):
         torn: Sequence[str],
         untouched: Sequence[str],
     ) -> None:
-        known = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
+        failure = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
         self.whole = tuple(whole)
         self.torn = tuple(torn)
         self.untouched = tuple(untouched)
         super().__init__(
-            f"{_torn(self.whole, self.torn, self.untouched)}. Receive again before using it. What happened: "
-            f"{known.what}",
-            peer=known.peer,
-            path=known.path,
-            phase=known.phase,
+            f"{self._damage()}. Receive again before using it. The failure: {failure.what}",
+            peer=failure.peer,
+            path=failure.path,
+            phase=failure.phase,
         )
+
+    def _damage(self) -> str:
+        counts = f"{len(self.whole)} paths are whole, {len(self.untouched)} are untouched"
+        if self.torn:
+            return (
+                f"the local state is torn: {len(self.torn)} paths may hold old and new bytes mixed "
+                f"({_listed(self.torn)}), {counts}"
+            )
+        if self.untouched:
+            return f"the local state is partly overwritten: {counts}"
+        return f"all {len(self.whole)} paths of the local state were overwritten, but the transfer failed"
 
 
 class TornAndLate(TargetTorn, TimeoutError):
@@ -139,11 +174,11 @@ class TornAndBroken(TargetTorn, ConnectionError):
 
 
 class BadArgument(StateError, ValueError):
-    """An argument that can't be right, such as a rank outside the group."""
+    """An argument is invalid, such as a rank outside the group."""
 
 
 class Mismatch(NamedTuple):
-    """One path at which what arrives and what is here do not fit."""
+    """One path at which the incoming and the local state do not fit."""
 
     path: str
     what: str
@@ -155,13 +190,12 @@ class Mismatch(NamedTuple):
 
 
 class StateMismatch(StateError):
-    """What arrives does not fit the local state; no local tensor was changed.
+    """The incoming state does not fit the local one; no local tensor was changed.
 
-    `mismatches` has one entry for each path at fault, in the order of the incoming state; `hints` say what
-    may be behind them.
+    `mismatches` has an entry for each path, in the order of the incoming state; `hints` name likely causes.
     """
 
-    _SHOWN = 50
+    _MAX_SHOWN = 50
 
     def __init__(
         self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | None = None
@@ -169,9 +203,9 @@ class StateMismatch(StateError):
         self.mismatches = tuple(mismatches)
         self.hints = tuple(hints)
         count = len(self.mismatches)
-        lines = [str(mismatch) for mismatch in self.mismatches[: self._SHOWN]]
-        if count > self._SHOWN:
-            lines.append(f"… and {count - self._SHOWN} more, all in .mismatches")
+        lines = [str(mismatch) for mismatch in self.mismatches[: self._MAX_SHOWN]]
+        if count > self._MAX_SHOWN:
+            lines.append(f"… and {count - self._MAX_SHOWN} more, all in .mismatches")
         lines += self.hints
         super().__init__(
             f"the incoming state does not fit the local one in {count} "
@@ -187,19 +221,19 @@ class PeerError(FerryError):
 
 
 class BadManifest(PeerError):
-    """Metadata that is not what it claims to be. Nothing was loaded from it."""
+    """The metadata is malformed. Nothing was loaded from it."""
 
 
 class PickleRefused(PeerError):
-    """Metadata, or a leaf in it, that only pickle can load, and pickle is off."""
+    """The metadata, or a leaf in it, is a pickle, and pickle is not allowed."""
 
 
 class UnknownType(PeerError):
-    """A type in the incoming state that this process does not know or can't build."""
+    """The incoming state has a type that this process has not registered or can't build."""
 
 
 class StepMismatch(PeerError):
-    """The peer's state belongs to another step than the one asked for."""
+    """The peer's state belongs to another step than the requested one."""
 
     def __init__(self, *, wanted: int, got: int | None, peer: int | None = None) -> None:
         self.wanted = wanted
@@ -207,21 +241,21 @@ class StepMismatch(PeerError):
         sent = "without a step" if got is None else f"as step {got}"
         super().__init__(
             f"asked for the state of step {wanted}, but the peer sent its state {sent}; nothing was "
-            "overwritten. Agree on the step first, or leave step= out on this side",
+            "overwritten. Pass the same step= on both sides, or none on this side",
             peer=peer,
             phase="compare",
         )
 
 
 class PeerGaveUp(PeerError):
-    """The transfer was ended before it was complete, by its sender or by who was to forward it.
+    """The sender, or a receiver that forwards the state, aborted the transfer.
 
-    `culprit` is the rank whose fault it is, if that is known: not always the one that said so.
+    `failed_rank` is the rank that caused the abort, if known. It may differ from `peer`, which reported it.
     """
 
-    def __init__(self, what: str, *, culprit: int | None = None, peer: int | None = None) -> None:
+    def __init__(self, what: str, *, failed_rank: int | None = None, peer: int | None = None) -> None:
         super().__init__(what, peer=peer)
-        self.culprit = culprit
+        self.failed_rank = failed_rank
 
 
 class LinkError(FerryError):
@@ -229,7 +263,7 @@ class LinkError(FerryError):
 
 
 class LinkBroken(LinkError, ConnectionError):
-    """The backend reports that the connection is gone; the group must be rebuilt."""
+    """The connection is gone; the group must be created again."""
 
 
 class LinkTimeout(LinkError, TimeoutError):
@@ -237,38 +271,40 @@ class LinkTimeout(LinkError, TimeoutError):
 
 
 class LinkStalled(LinkTimeout):
-    """No message was completed for as long as `stall_timeout` allows."""
+    """No message completed for `stall_timeout`."""
 
 
 class Corrupted(LinkError):
-    """Bytes arrived that are not those that the sender read. `paths` names the leaves they belong to."""
+    """The received bytes differ from those that the sender read. `paths` lists the leaves they belong to."""
 
     def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"what arrived is not what was sent ({_shown(self.paths)}): bytes were changed on the way, or "
-            "the sender's tensors were changed while they were being sent",
+            f"the received bytes differ from the sent bytes ({_listed(self.paths)}): they were damaged on "
+            "the way, or the sender's tensors changed while they were being sent",
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )
 
 
 class GroupBroken(LinkError, ConnectionError):
-    """An earlier transfer failed on this process group, so nothing more can be trusted to match on it."""
+    """An earlier transfer failed on this process group, so its messages may still arrive."""
 
 
 class SendFailed(LinkError):
-    """Not every receiver got the state. `delivered` lists those that did, `failed` has the others' errors."""
+    """Some receivers did not get the state.
+
+    `delivered` lists those that did; `failed` maps the others to errors.
+    """
 
     def __init__(self, delivered: Sequence[int], failed: Mapping[int, FerryError]) -> None:
         self.delivered = tuple(delivered)
         self.failed = dict(failed)
-        got = ", ".join(str(rank) for rank in self.delivered) or "none"
+        reached = ", ".join(map(str, self.delivered)) or "none"
         lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
         super().__init__(
             f"the state did not reach {'ranks' if len(self.failed) > 1 else 'rank'} "
-            f"{', '.join(str(rank) for rank in self.failed)} "
-            f"(it reached: {got}):\n  " + "\n  ".join(lines),
+            f"{', '.join(map(str, self.failed))} (it reached: {reached}):\n  " + "\n  ".join(lines),
             phase="send tensors",
         )
 
@@ -278,24 +314,12 @@ class SendLate(SendFailed, TimeoutError):
 
 
 class SendBroken(SendFailed, ConnectionError):
-    """The connection to a receiver was lost; no other was late."""
+    """The connection to a receiver was lost, and no deadline passed for another."""
 
 
-def _torn(whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]) -> str:
-    if not torn and not untouched:
-        return (
-            f"all {len(whole)} paths of the local state were overwritten, but the transfer did not end well"
-        )
-    if not torn:
-        return (
-            f"the local state is half new: {len(whole)} paths arrived whole, {len(untouched)} are untouched"
-        )
-    return (
-        f"the local state is torn: {len(torn)} paths may hold a mixture of old and new ({_shown(torn)}), "
-        f"{len(whole)} arrived whole, {len(untouched)} are untouched"
-    )
+_MAX_LISTED = 10
 
 
-def _shown(paths: Sequence[str], most: int = 10) -> str:
-    shown = ", ".join(paths[:most]) or "none"
-    return f"{shown}, … and {len(paths) - most} more" if len(paths) > most else shown
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:_MAX_LISTED]) or "none"
+    return f"{shown}, … and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else shown

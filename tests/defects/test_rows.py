@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.pg_transport.quacking import TIMEOUT_S, Ends, Group, Mailboxes
 from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, StepMismatch, Unsendable
 from torchferry.core.plan import WINDOW_BYTES
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG
-from torchferry.engine import group
+from torchferry.engine import workspace
 from torchferry.engine.staging import Staging
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ def test_a_view_costs_only_its_own_bytes() -> None:
     """Row 4."""
     base = torch.zeros(1_000_000)
     views = [base[n * 1000 : n * 1000 + 100] for n in range(10)]
-    assert ferry(views).payload_bytes == 4_000
-    assert ferry({"slice": base[5:6]}).payload_bytes == 4
+    assert transfer(views).payload_bytes == 4_000
+    assert transfer({"slice": base[5:6]}).payload_bytes == 4
 
     torch_ends = TorchEnds()
     torch_ends.transfer(views)
@@ -104,7 +104,7 @@ def test_tied_weights_are_sent_once_and_arrive_tied() -> None:
     """Row 5."""
     weight = torch.randn(1000)
     state = {"embed": weight, "head": weight, "part": weight[10:20]}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 4_000
 
@@ -122,11 +122,11 @@ def test_parameters_and_sparse_tensors_travel_and_what_can_not_says_so_at_the_se
     """Row 6."""
     sparse = torch.eye(3).to_sparse()
     state = {"p": torch.nn.Parameter(torch.ones(2)), "coo": sparse, "csr": torch.eye(3).to_sparse_csr()}
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for leaf in (torch.ones(2).as_subclass(Subclass), nested):
         with pytest.raises(Unsendable, match=r"^model\.odd: "):
-            ferry({"model": {"odd": leaf}})
+            transfer({"model": {"odd": leaf}})
 
     with pytest.raises(AssertionError, match="standard tensors"):
         by_torch({"p": torch.nn.Parameter(torch.ones(2))})
@@ -138,9 +138,9 @@ def test_in_place_dtype_and_shape_must_match() -> None:
     """Row 9."""
     local = {"w": torch.zeros(2, dtype=torch.int32)}
     with pytest.raises(StateMismatch, match="w: dtype: incoming float32, local int32"):
-        ferry({"w": torch.tensor([1.5, 2.5])}, into=local)
+        transfer({"w": torch.tensor([1.5, 2.5])}, into=local)
     with pytest.raises(StateMismatch, match=r"w: shape: incoming \[2, 3\], local \[3, 2\]"):
-        ferry({"w": torch.ones(2, 3)}, into={"w": torch.zeros(3, 2)})
+        transfer({"w": torch.ones(2, 3)}, into={"w": torch.zeros(3, 2)})
     assert local["w"].tolist() == [0, 0]
 
     theirs = {"w": torch.zeros(2, dtype=torch.int32)}
@@ -156,9 +156,9 @@ def test_in_place_a_view_keeps_its_neighbours_and_any_layout_is_read_right() -> 
         transfer({"w": torch.arange(4.0)}, into={"w": whole[2:6]})
         return whole.tolist()
 
-    assert receive_into_the_middle(ferry) == [4, 5, 0, 1, 2, 3, 10, 11]
+    assert receive_into_the_middle(transfer) == [4, 5, 0, 1, 2, 3, 10, 11]
     local, sent = torch.zeros(3, 2).t(), torch.arange(6.0).view(2, 3)
-    ferry({"w": sent}, into={"w": local})
+    transfer({"w": sent}, into={"w": local})
     assert torch.equal(local, sent)
 
     with pytest.raises(AssertionError, match="same size"):
@@ -176,7 +176,7 @@ def test_two_values_are_not_written_into_one_storage() -> None:
     state = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
     tied = torch.zeros(1)
     with pytest.raises(StateMismatch, match="b: shares local memory with a"):
-        ferry(state, into={"a": tied, "b": tied})
+        transfer(state, into={"a": tied, "b": tied})
     assert tied.item() == 0
 
     by_torch(state, into={"a": tied, "b": tied})
@@ -187,7 +187,7 @@ def test_a_local_tensor_that_the_link_can_not_reach_is_written_through_a_staging
     """Row 12. A link that takes no memory but its own treats the CPU as another type of device."""
     local = {"w": torch.zeros(100), "turned": torch.zeros(5, 4).t()}
     sent = {"w": torch.arange(100.0), "turned": torch.arange(20.0).view(4, 5)}
-    received = ferry(sent, into=local, own_buffers=True, chunk_bytes=64).state
+    received = transfer(sent, into=local, own_buffers=True, chunk_bytes=64).state
     assert received["w"] is local["w"]
     assert all(torch.equal(local[name], sent[name]) for name in sent)
 
@@ -233,7 +233,7 @@ def test_conj_and_neg_bits_are_exact() -> None:
     """Row 14."""
     number = torch.tensor([1 + 2j])
     state = {"conj": number.conj(), "neg": torch._neg_view(torch.tensor([2.0]))}
-    received = ferry(state).state
+    received = transfer(state).state
     assert_same(state, received)
     assert received["conj"].item() == 1 - 2j
     assert received["neg"].item() == -2
@@ -247,10 +247,10 @@ def test_odd_storages_are_exact_and_quantized_tensors_are_refused_at_the_sender(
     """Row 15."""
     raw = torch.arange(10, dtype=torch.uint8)
     words = torch.empty(0, dtype=torch.int32).set_(raw.untyped_storage(), 0, (2,), (1,))
-    assert_same({"words": words}, ferry({"words": words}).state)
+    assert_same({"words": words}, transfer({"words": words}).state)
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(Unsendable, match=r"q: a quantized tensor .*dequantize"):
-        ferry({"q": quantized})
+        transfer({"q": quantized})
 
     with pytest.raises(RuntimeError, match="divisible"):
         by_torch({"words": words})
@@ -262,7 +262,7 @@ def test_requires_grad_and_metadata_are_kept() -> None:
     """Row 16."""
     state = torch.nn.BatchNorm1d(3).state_dict()
     state["extra"] = torch.ones(2, requires_grad=True)
-    received = ferry(state).state
+    received = transfer(state).state
     assert received["extra"].requires_grad
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
 
@@ -275,12 +275,12 @@ def test_arrays_move_as_bytes_and_in_place_and_containers_as_themselves() -> Non
     """Row 17."""
     array = numpy.arange(100_000)
     state = {"array": array, "count": Counter({3: 1}), "ordered": OrderedDict(a=array[:10])}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == array.nbytes
     assert ferried.report.metadata_bytes < 1_000
     local = numpy.zeros(100_000, dtype=array.dtype)
-    assert ferry({"array": array}, into={"array": local}).state["array"] is local
+    assert transfer({"array": array}, into={"array": local}).state["array"] is local
     assert numpy.array_equal(local, array)
 
     torch_ends = TorchEnds()
@@ -294,10 +294,10 @@ def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> 
     state = {"both": torch.ones(2), "theirs": torch.ones(2)}
     local = {"both": torch.zeros(2), "mine": torch.zeros(2)}
     with pytest.raises(StateMismatch) as raised:
-        ferry(state, into=local)
+        transfer(state, into=local)
     assert [mismatch.path for mismatch in raised.value.mismatches] == ["theirs", "mine"]
     assert local["both"].tolist() == [0, 0]
-    received = ferry(state, into=local, strict=False).state
+    received = transfer(state, into=local, strict=False).state
     assert list(received) == ["both", "mine"]
     assert local["both"].tolist() == [1, 1]
 
@@ -451,16 +451,16 @@ def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
     class Counted(Staging):
-        def take(self, nbytes: int) -> torch.Tensor:
+        def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
             nonlocal most
-            buffer = super().take(nbytes)
+            buffer = super().take(nbytes, pinned=pinned)
             held[buffer.data_ptr()] = buffer.untyped_storage().nbytes()
             most = max(most, sum(held.values()))
             return buffer
 
-    monkeypatch.setattr(group, "Staging", Counted)
+    monkeypatch.setattr(workspace, "Staging", Counted)
     state = {"large": torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8).random_()}
     local = {"large": torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)}
-    ferry(state, into=local, own_buffers=True)
+    transfer(state, into=local, own_buffers=True)
     assert torch.equal(local["large"], state["large"])
     assert 0 < most <= 2 * WINDOW_BYTES, "a window at each side, and no more"

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from torchferry import PGTransport
-from torchferry.core.protocol import PROBE_TAG
 from torchferry.links.process_group import ProcessGroupLink
+from torchferry.links.tagged import PROBE_TAG
 
 LAYERS = 8
 LAYER_BYTES = 8 << 20
@@ -152,10 +152,10 @@ def suffering(fault: Fault | None, way: str) -> Iterator[None]:
         yield
         return
     broken_off = threading.Event()
-    break_off = ProcessGroupLink.break_off
+    close = ProcessGroupLink.close
 
     def patched(link: ProcessGroupLink, peer: int) -> None:
-        break_off(link, peer)
+        close(link, peer)
         broken_off.set()
 
     def meddle(place: int, buffer: torch.Tensor, post: Post, before: list[Settled]) -> Any:
@@ -174,7 +174,7 @@ def suffering(fault: Fault | None, way: str) -> Iterator[None]:
         return post(buffer, 0)
 
     was = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-    ProcessGroupLink.break_off = patched  # type: ignore[method-assign, assignment]
+    ProcessGroupLink.close = patched  # type: ignore[method-assign, assignment]
     try:
         with meddled(way, meddle, fault.peer):
             yield
@@ -184,7 +184,7 @@ def suffering(fault: Fault | None, way: str) -> Iterator[None]:
         # The harness would take it for an answer.
         os._exit(7)
     finally:
-        ProcessGroupLink.break_off = break_off  # type: ignore[method-assign]
+        ProcessGroupLink.close = close  # type: ignore[method-assign]
         signal.signal(signal.SIGTERM, was)
 
 

@@ -16,10 +16,9 @@ from tests.faults.scene import lanes_gone, new_group, unique_name
 from tests.support.cluster import Cluster
 from torchferry import PGTransport
 from torchferry.core.watch import GONE_AFTER_S, PROBE_AFTER_S
-from torchferry.engine import payload
+from torchferry.engine import sink
 from torchferry.errors import LinkBroken, TargetTorn, TornAndLate
 from torchferry.links.process_group import ProcessGroupLink
-from torchferry.tensors import landing
 
 BUSY_S = 3 * (PROBE_AFTER_S + GONE_AFTER_S)
 """Long enough for whoever watches to ask after the peer, and to give it up."""
@@ -35,7 +34,7 @@ def state_of(fill: int, count: int) -> dict[str, torch.Tensor]:
 
 def be_busy(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     """Take long over the first message that arrives: until the sender is gone, and some more."""
-    original = payload.digests  # type: ignore[attr-defined]
+    original = sink.digests
     link = ProcessGroupLink(group, torch.device("cpu"))
     begun = threading.Event()
 
@@ -44,13 +43,13 @@ def be_busy(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
             begun.set()
             try:
                 while True:
-                    link.probe(0)
+                    link.check_peer(0)
                     time.sleep(0.01)
             except LinkBroken:
                 time.sleep(BUSY_S)
         return original(*args)
 
-    monkeypatch.setattr(payload, "digests", slow)
+    monkeypatch.setattr(sink, "digests", slow)
 
 
 def leave_or_be_busy(rank: int, name: str, count: int, in_place: bool) -> bool:
@@ -89,7 +88,7 @@ def receive_slowly(rank: int, name: str, verify: bool) -> dict[str, Any]:
         PGTransport(group, 20.0, "cpu", verify=verify).send_checkpoint([1], dict.fromkeys(names(), weight))
         return {}
     target = {name: torch.full((SIDE, SIDE), -1.0, dtype=torch.float64).t() for name in names()}
-    original = landing.spread  # type: ignore[attr-defined]
+    original = sink.write_items
     written = 0
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -100,7 +99,7 @@ def receive_slowly(rank: int, name: str, verify: bool) -> dict[str, Any]:
 
     began_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(landing, "spread", slow)
+        patched.setattr(sink, "write_items", slow)
         with pytest.raises(TargetTorn) as raised:
             PGTransport(group, 0.4, "cpu", lambda: target, verify=verify).recv_checkpoint(0)
     seconds = time.monotonic() - began_s

@@ -50,7 +50,7 @@ from tests.faults.scene import (
 from tests.support.cluster import Cluster, Outcome
 from tests.support.processes import without_gloo
 from torchferry import PGTransport
-from torchferry.engine.cargo import Cargo
+from torchferry.engine.source import Source
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -427,18 +427,18 @@ def test_a_change_behind_torch_s_back_is_noticed(how: str, layer: int, trio: Clu
 
 def perform_with_a_bad_read(rank: int, part: Part, number: int) -> Sight:
     """Send, and fail to read one's own state at some message."""
-    read = Cargo.outgoing
+    read = Source.read
 
-    def outgoing(cargo: Cargo, link: Any, due: Any, staging: Any) -> Any:
-        if due.number == number:
+    def fail(source: Source, message: Any) -> torch.Tensor:
+        if message.number == number:
             raise Boom("the memory can't be read")
-        return read(cargo, link, due, staging)
+        return read(source, message)
 
-    Cargo.outgoing = outgoing  # type: ignore[method-assign, assignment]
+    Source.read = fail  # type: ignore[method-assign]
     try:
         return perform(rank, part)
     finally:
-        Cargo.outgoing = read  # type: ignore[method-assign]
+        Source.read = read  # type: ignore[method-assign]
 
 
 @shows(
@@ -518,7 +518,7 @@ def test_a_sender_that_refuses_tells_its_receivers(receivers: int, late_s: float
     assert refused_s - began_s < PROMPT_S
     for refusal, told_s, fates in told:
         assert type(refusal) is PeerGaveUp
-        assert (refusal.peer, refusal.culprit) == (0, 0)
+        assert (refusal.peer, refusal.failed_rank) == (0, 0)
         assert "model.lock: a value of type _thread.lock can't travel" in str(refusal)
         assert told_s - began_s < late_s + PROMPT_S
         assert fates == ALL_NEW

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.hostile.attacks import kinds, values
 from tests.hostile.attacks.base import framed
 from tests.hostile.mending import ROLES, mend
-from torchferry.core.codec import Envelope, encode
+from torchferry.core.codec import Frame, encode
 from torchferry.tensors.describe import describe
 from torchferry.torch_internals import MeshLayout, make_mesh
 
@@ -67,7 +67,7 @@ def corpus() -> list[bytes]:
         [DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)],
     ]
     bodies = [
-        encode(Envelope(describe(state).manifest, 1 << 20, step, 5, b"n" * 16))[_PREAMBLE_BYTES:]
+        encode(Frame(describe(state).manifest, 1 << 20, step, 5, b"n" * 16))[_PREAMBLE_BYTES:]
         for step, state in enumerate(states)
     ]
     bodies += [

@@ -20,16 +20,15 @@ import torch
 
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
 from tests.hostile.attacks.base import ATTACKS, Attack, framed
-from torchferry.core.codec import pack
+from torchferry.compat import decode_pickled
+from torchferry.core.codec import Frame, decode, encode_manifest, is_frame, pack
 from torchferry.core.manifest import FORM, Special
-from torchferry.core.plan import Message
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES, Tags
-from torchferry.engine import Pull, pull
-from torchferry.engine.destination import Target
-from torchferry.engine.recall import Recall
-from torchferry.engine.receiving import _plan
+from torchferry.core.plan import Plan
+from torchferry.core.push import MAX_METADATA_BYTES, TransferId
+from torchferry.engine import ReceiveOptions, Workspace, receive_state
+from torchferry.engine.receive import plan_incoming
 from torchferry.errors import FerryError
-from torchferry.pg_transport.pickled import decode_any
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
 from torchferry.tensors.fresh import Fresh, Layout
@@ -85,26 +84,37 @@ def _peak_bytes(*, reset: bool = True) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def take_apart(frame: bytes) -> None:
-    """Do all that a receiver does with a frame before the payload."""
-    envelope = decode_any(frame, allow_pickle=False)
-    _plan(envelope, Target(None, Site(), Recall()))
-    prepare(envelope.manifest, Site())
-    Fresh(Layout(envelope.manifest)).set_aside(range(len(envelope.manifest.storages)))
+def decode_any(data: bytes, *, allow_pickle: bool = False) -> Frame:
+    """Decode metadata as a receiver does: torchferry's own, or else a pickle."""
+    return decode(data) if is_frame(data) else decode_pickled(data, allow_pickle=allow_pickle)
 
 
-def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:
+def plan(frame: Frame) -> Plan:
+    """Plan a transfer as a receiver does."""
+    return plan_incoming(frame, encode_manifest(frame.manifest), Workspace(torch.device("cpu")))
+
+
+def take_apart(data: bytes) -> None:
+    """Do all that a receiver does with metadata before the payload."""
+    frame = decode_any(data)
+    plan(frame)
+    prepare(frame.manifest, Site())
+    Fresh(Layout(frame.manifest)).set_aside(range(len(frame.manifest.storages)))
+
+
+def receive(frame: bytes, payload: Any = (), **options: Any) -> object:
     network = MemoryNetwork()
     link = network.link(0)
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
-    for number, message in enumerate(payload):
-        tag = Tags(0, 0).of(Message(number, 0, 1, len(message)))
-        link.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 1, tag)
-    # It sends no more, so that a receiver that drains what it refuses does not wait.
+    channel = link.channel(1, TransferId(0, 0, b""))
+    for message in payload:
+        channel.send(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    # The sender leaves, so that a receiver that drains does not wait for it.
     network.close(0)
-    decode = partial(decode_any, allow_pickle=False)
-    return pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, decode=decode, **terms))
+    decode_other = partial(decode_pickled, allow_pickle=False)
+    terms = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, decode_other=decode_other, **options)
+    return receive_state(network.link(1), 0, terms)
 
 
 def of(family: ModuleType) -> list[Attack]:
@@ -253,7 +263,7 @@ def test_a_length_bomb_is_refused_before_memory_is_set_aside(length: int) -> Non
     network = MemoryNetwork()
     network.link(0).send(torch.tensor([length]), 1, LENGTH_TAG)
     with bounded(b""), pytest.raises(FerryError):
-        pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+        receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
 
 
 IN_LITTLE_MEMORY = """

@@ -17,15 +17,11 @@ import torch
 from tests.hostile.attacks import values
 from tests.hostile.attacks.base import framed
 from tests.hostile.mutations import Mutator, corpus
-from tests.hostile.test_attacks import take_apart
+from tests.hostile.test_attacks import decode_any, plan, take_apart
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
 from torchferry.core.landing import land_in_place
-from torchferry.engine.destination import Target
-from torchferry.engine.recall import Recall
-from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError, StateMismatch
-from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, misfits, prepare, shape_in_place
 from torchferry.tensors.describe import describe_target
@@ -53,9 +49,9 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
     """
     stage = "decode"
     try:
-        envelope = decode_any(frame, allow_pickle=False)
+        envelope = decode_any(frame)
         stage = "plan"
-        plan = _plan(envelope, Target(None, Site(), Recall()))
+        placed = plan(envelope)
         stage = "prepare"
         manifest = envelope.manifest
         prepared = prepare(manifest, Site())
@@ -74,7 +70,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
             raise StateMismatch(comparison.mismatches)
         if not comparison.twins:
             paired = tensor_pairs(manifest, local.manifest, comparison.pairs)
-            land_in_place(plan.extents, manifest, local.manifest, paired)
+            land_in_place(placed.extents, manifest, local.manifest, paired)
             shape_in_place(prepared, local.manifest, strict=False, extra="fresh")
     except FerryError as error:
         return stage, f"{type(error).__name__}: {_reason(error)}"

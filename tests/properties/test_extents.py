@@ -16,7 +16,7 @@ from tests.hostile.attacks.base import framed
 from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.states import Recipe, build
 from torchferry.core.boxes import boxes, items_below
-from torchferry.core.codec import MAGIC, Envelope, decode, encode
+from torchferry.core.codec import MAGIC, Frame, decode, encode
 from torchferry.core.extents import Extent, extents_of, footprint, overlaps_itself, split
 from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
@@ -212,7 +212,7 @@ def manifests(draw: Draw) -> Manifest:
 def test_a_manifest_comes_out_of_its_frame_as_it_went_in(
     manifest: Manifest, chunk_bytes: int, step: int | None
 ) -> None:
-    envelope = Envelope(manifest, chunk_bytes, step)
+    envelope = Frame(manifest, chunk_bytes, step)
     frame = encode(envelope)
     assert decode(frame) == envelope
     assert encode(decode(frame)) == frame
@@ -221,7 +221,7 @@ def test_a_manifest_comes_out_of_its_frame_as_it_went_in(
 @settings(max_examples=100)
 @given(recipes())
 def test_a_real_manifest_comes_out_of_its_frame_as_it_went_in(recipe: Recipe) -> None:
-    frame = encode(Envelope(describe(build(recipe).state).manifest, 1000, 7))
+    frame = encode(Frame(describe(build(recipe).state).manifest, 1000, 7))
     # Compared as bytes, because a NaN does not equal itself.
     assert encode(decode(frame)) == frame
 
@@ -262,7 +262,7 @@ def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
 def test_a_damaged_frame_is_refused_or_says_something_else(
     manifest: Manifest, mutations: list[tuple[str, float, int]]
 ) -> None:
-    frame = mutate(encode(Envelope(manifest, 1000)), mutations)
+    frame = mutate(encode(Frame(manifest, 1000)), mutations)
     note(f"{frame!r}")
     with suppress(BadManifest):
         decode(frame)

@@ -27,11 +27,11 @@ from tests.properties.test_roundtrip import CHUNKS, TIMEOUT_S, send
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from tests.support.states import Node, Recipe, Use, Value, build
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from torchferry import PGTransport, StateMismatch
-from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.tree import format_path
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.testing import MemoryNetwork
 
 
@@ -52,7 +52,7 @@ def test_a_state_lands_in_any_layout_and_its_neighbours_keep_their_values(
 ) -> None:
     source, local = build(recipe), build(data.draw(targets(recipe)))
     neighbours = unused_contents(local.state, local.pools)
-    result = ferry(source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
+    result = transfer(source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
     assert_landed(source.state, local.state, result)
     assert unused_contents(local.state, local.pools) == neighbours
 
@@ -65,7 +65,7 @@ def test_views_fit_the_same_views_of_a_tensor_that_is_laid_out_in_another_way(
     source, local = map(build, recipes_of_both)
     assert not writes_clash(source.state, local.state)
     neighbours = unused_contents(local.state, local.pools)
-    result = ferry(source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
+    result = transfer(source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
     assert_landed(source.state, local.state, result)
     assert unused_contents(local.state, local.pools) == neighbours
 
@@ -79,7 +79,9 @@ def test_two_different_values_are_never_put_in_one_place(
     neighbours, before = unused_contents(local.state, local.pools), contents(local.pools)
     clash = writes_clash(source.state, local.state)
     try:
-        result = ferry(source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
+        result = transfer(
+            source.state, into=local.state, chunk_bytes=chunk_bytes, own_buffers=own_buffers
+        ).state
     except StateMismatch:
         # Targets whose views agree only by chance may be refused too.
         event("refused, and rightly" if clash else "refused, though it happens to agree")
@@ -100,9 +102,16 @@ def test_what_does_not_fit_is_refused_path_by_path_and_nothing_is_touched(
     source, local = build(recipe), build(target)
     before = contents(local.pools)
     network = MemoryNetwork()
-    push(network.link(0), [1], source.state, Push(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes))
+    send_state(
+        network.link(0),
+        [1],
+        source.state,
+        SendOptions(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes),
+    )
     with pytest.raises(StateMismatch) as refusal:
-        pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local.state))
+        receive_state(
+            network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local.state)
+        )
     assert {mismatch.path for mismatch in refusal.value.mismatches} == faulty
     assert contents(local.pools) == before
     assert not any(network._boxes.values()), "the sender is left with messages that nobody took"
@@ -125,9 +134,9 @@ def test_when_lenient_what_both_have_lands_and_the_rest_is_left_alone(
     neighbours = unused_contents(local.state, local.pools)
     if not kept:
         with pytest.raises(StateMismatch, match="no such path"):
-            ferry(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
+            transfer(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
         return
-    ferried = ferry(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
+    ferried = transfer(source, into=local.state, strict=False, chunk_bytes=chunk_bytes)
     assert {*ferried.report.dropped} == {format_path((name,)) for name in names if name not in kept}
     assert ferried.report.kept == ("own",)
     result = ferried.state

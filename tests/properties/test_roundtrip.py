@@ -6,6 +6,7 @@ A failing example is printed as the recipe of its state, which can be pasted as 
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +16,10 @@ from tests.properties.strategies import recipes
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from tests.support.states import Recipe, build
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from torchferry import PGTransport
 from torchferry.core.plan import CHUNK_BYTES
-from torchferry.engine.group import Group
+from torchferry.engine import Workspace
 
 TIMEOUT_S = 20.0
 
@@ -29,7 +30,7 @@ CHUNKS = st.sampled_from((CHUNK_BYTES, 16, 48, 64, 1000))
 @given(recipes(), CHUNKS, st.booleans())
 def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_buffers: bool) -> None:
     sent = build(recipe).state
-    received = ferry(sent, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
+    received = transfer(sent, chunk_bytes=chunk_bytes, own_buffers=own_buffers).state
     assert_same(received, build(recipe).state)
     assert sharing(received) == sharing(sent)
     assert_same(sent, build(recipe).state)
@@ -40,9 +41,9 @@ def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_bu
 def test_what_one_transfer_leaves_to_the_next_changes_nothing(
     parcels: list[tuple[Recipe, int]], order: list[int]
 ) -> None:
-    groups = Group(), Group()
+    workspaces = Workspace(torch.device("cpu")), Workspace(torch.device("cpu"))
     for recipe, chunk_bytes in [(parcels * 3)[number] for number in order]:
-        received = ferry(build(recipe).state, chunk_bytes=chunk_bytes, groups=groups).state
+        received = transfer(build(recipe).state, chunk_bytes=chunk_bytes, workspaces=workspaces).state
         expected = build(recipe).state
         assert_same(received, expected)
         assert sharing(received) == sharing(expected)
@@ -52,7 +53,7 @@ def test_what_one_transfer_leaves_to_the_next_changes_nothing(
 @given(recipes(), CHUNKS)
 def test_the_bytes_on_the_wire_are_those_that_leaves_use_each_once(recipe: Recipe, chunk_bytes: int) -> None:
     built = build(recipe)
-    ferried = ferry(built.state, chunk_bytes=chunk_bytes)
+    ferried = transfer(built.state, chunk_bytes=chunk_bytes)
     assert ferried.payload_bytes == len(used_bytes(built.state))
     assert ferried.report.payload_bytes == ferried.payload_bytes
 

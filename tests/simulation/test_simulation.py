@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from tests.simulation.play import play, stay_on
-from torchferry.core import codec, torn, watch
-from torchferry.engine import destination, lanes, payload, receiving, relay, sending, window
-from torchferry.errors import BadManifest, LinkBroken, SendBroken
+from torchferry.core import codec, push, watch
+from torchferry.core.outcome import ChunkState
+from torchferry.engine import lanes, receive, relay, send, window
+from torchferry.engine.sink import Sink
+from torchferry.errors import LinkBroken, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
@@ -76,67 +78,56 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 
 def no_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        payload._Receiving, "_compare", lambda self, number, *_: self._meter.verified.add(number)
-    )
+    def accept(self: Sink, first: int, expected: Sequence[int]) -> None:
+        self._states[first : first + len(expected)] = bytes([ChunkState.WHOLE]) * len(expected)
+
+    monkeypatch.setattr(Sink, "verify", accept)
 
 
 def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "xxh3_64_intdigest", lambda body: 0)
 
 
-def early_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(self: window.Window) -> Any:
-        return
-        yield
-
-    monkeypatch.setattr(window.Window, "finish", finish)
+def the_last_messages_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window.Window, "__len__", lambda self: 0)
 
 
-def deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def per_wait(rules: watch.Rules, now_s: float, *, waits_s: float, **known: Any) -> watch.Look:
-        return watch.look(rules._replace(deadline_s=waits_s + 5.0), now_s, waits_s=waits_s, **known)
+def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def per_wait(limits: watch.Limits, now_s: float, *, waiting_since_s: float | None, **known: Any) -> Any:
+        deadline_s = limits.deadline_s if waiting_since_s is None else waiting_since_s + 5.0
+        limits = limits._replace(deadline_s=deadline_s)
+        return watch.next_action(limits, now_s, waiting_since_s=waiting_since_s, **known)
 
-    monkeypatch.setattr(lanes, "look", per_wait)
-    monkeypatch.setattr(lanes, "Rules", watch.Rules)
-    monkeypatch.setattr(sending, "Rules", lambda deadline_s, stall_s: watch.Rules(1e9, stall_s))
-    monkeypatch.setattr(receiving, "Rules", lambda deadline_s, stall_s: watch.Rules(1e9, stall_s))
+    monkeypatch.setattr(lanes, "next_action", per_wait)
+    monkeypatch.setattr(send, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
+    monkeypatch.setattr(receive, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
 
 
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PROBE_AFTER_S", 1e9)
 
 
-def torn_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "say_torn", lambda *_: None)
+def torn_state_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive._Receive, "_with_outcome", lambda self, error, sink: error)
 
 
-def torn_understated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(manifest: Any, plan: Any, *, posted: int, **known: Any) -> torn.Truth:
-        return torn.truth(manifest, plan, posted=max(posted - 3, 0), **known)
-
-    monkeypatch.setattr(destination, "truth", blind)
+def written_chunks_count_as_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sink, "mark_written", lambda self, message: None)
 
 
-def no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        yield from ()
-        raise BadManifest("not drained")
+def unverified_chunks_count_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(self: Sink, message: Any) -> None:
+        self._mark(message, ChunkState.WHOLE)
 
-    original = payload.Payload.steps
+    monkeypatch.setattr(Sink, "mark_written", mark)
 
-    def only_with_ground(self: payload.Payload, *args: Any) -> Any:
-        return original(self, *args) if self.ground._fresh or self.ground._target else refuse()
 
-    monkeypatch.setattr(payload.Payload, "steps", only_with_ground)
+def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive._Receive, "_drain", lambda self, *_: None)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_room(self: window.Window, nbytes: int, *, in_place: bool = False) -> Any:
-        return
-        yield
-
-    monkeypatch.setattr(window.Window, "make_room", make_room)
+    monkeypatch.setattr(window.Window, "has_room", lambda self, nbytes, **_: True)
 
 
 def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,59 +136,73 @@ def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def settle(self: Any, value: Any, error: Any) -> None:
         original(self, value, error)
         if error is not None and self.link is not None:
-            self.link.break_off(self.meter.peer)
+            self.link.close(self.progress.peer)
 
-    def run_lanes(link: Any, all_lanes: Any, rules: Any, runner: Any) -> None:
+    def run_lanes(link: Any, all_lanes: Any, limits: Any, runner: Any) -> None:
         for lane in all_lanes:
             lane.link = link
-        lanes.run_lanes(link, all_lanes, rules, runner)
+        lanes.run_lanes(link, all_lanes, limits, runner)
 
     monkeypatch.setattr(lanes.Lane, "link", None, raising=False)
     monkeypatch.setattr(lanes.Lane, "settle", settle)
-    monkeypatch.setattr(sending, "run_lanes", run_lanes)
+    monkeypatch.setattr(send, "run_lanes", run_lanes)
 
 
-def everybody_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def boast(delivered: Any, failed: Any) -> SendBroken:
+def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_lists(delivered: Any, failed: Any) -> SendBroken:
         return SendBroken([*delivered, *failed], failed)
 
-    monkeypatch.setattr(sending, "SendBroken", boast)
+    monkeypatch.setattr(send, "SendBroken", wrong_lists)
 
 
-def a_lost_receiver_is_its_relay_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     original = relay.Relay.offer
 
     def offer(self: relay.Relay, buffer: Any, *, staged: bool) -> None:
         if self._over:
-            raise LinkBroken("the next receiver is gone", peer=self._meter.peer)
+            raise LinkBroken("the next receiver is gone", peer=self._progress.peer)
         original(self, buffer, staged=staged)
 
     monkeypatch.setattr(relay.Relay, "offer", offer)
 
 
-def staged_memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window.Window, "__bool__", lambda self: False)
+def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneWay(window.Window[Any]):
+        """A window that never seems to have messages, so that the relay does not wait for any."""
+
+        def __len__(self) -> int:
+            return 0
+
+    monkeypatch.setattr(relay, "Window", OneWay)
 
 
 def receivers_are_not_told_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "_refuse", lambda *_: None)
+    monkeypatch.setattr(send._Send, "_refuse", lambda *_: None)
+
+
+def the_receiver_skips_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine follows the table: another table stops it."""
+    table = {**push.RECEIVER, push.ReceiverState.RECEIVING: frozenset({push.ReceiverState.ASSEMBLING})}
+    monkeypatch.setattr(receive, "RECEIVER", table)
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
     no_frame_digest,
-    early_commit,
-    deadline_for_each_wait,
+    the_last_messages_are_not_waited_for,
+    a_deadline_for_each_wait,
     no_probe,
-    torn_unsaid,
-    torn_understated,
-    no_drain,
+    torn_state_is_not_reported,
+    written_chunks_count_as_untouched,
+    unverified_chunks_count_as_whole,
+    rejected_messages_are_not_drained,
     no_window,
     one_failure_fails_all,
-    everybody_got_it,
-    a_lost_receiver_is_its_relay_s_loss,
-    staged_memory_is_never_given_back,
+    failed_receivers_count_as_delivered,
+    a_lost_next_receiver_fails_the_relay,
+    a_relay_keeps_staged_memory_until_the_end,
     receivers_are_not_told_of_a_refusal,
+    the_receiver_skips_a_state,
 ]
 
 

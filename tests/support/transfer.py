@@ -1,4 +1,4 @@
-"""States through torchferry, the short way: the whole engine over a link in memory, in one process."""
+"""Transfers of states in one process: the whole engine over a link in memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchferry.core.plan import CHUNK_BYTES
-from torchferry.core.protocol import MAX_METADATA_BYTES
+from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
-from torchferry.engine import Pull, Push, pull, push
-from torchferry.engine.group import Group
+from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
 from torchferry.testing import MemoryNetwork
 
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ferried:
-    """What came out, and what went over the link (metadata not counted)."""
+class Transferred:
+    """The received state, and what went over the link without metadata."""
 
     state: Any
     report: Report
@@ -25,39 +24,38 @@ class Ferried:
     payload_messages: int
 
 
-def ferry(
+def transfer(
     state: object,
     *,
     into: object = None,
     strict: bool = True,
     own_buffers: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
-    groups: tuple[Group, Group] | None = None,
+    workspaces: tuple[Workspace, Workspace] | tuple[None, None] = (None, None),
     **receive: Any,
-) -> Ferried:
+) -> Transferred:
     """Send a state and receive it: fresh, or into the tensors of `into`.
 
-    With `own_buffers`, neither side's link takes any memory but its own, so that all is staged. With
-    `groups`, the sender's and the receiver's, it is one of several transfers on them. Other keywords are
-    fields of `Pull`.
+    With `own_buffers`, neither link takes memory but its own, so that every message is staged. `workspaces`
+    are the sender's and the receiver's, for several transfers. Other keywords are fields of ReceiveOptions.
     """
     network = MemoryNetwork()
-    sending, receiving = groups or (Group(), Group())
-    push(
+    sending, receiving = workspaces
+    send_state(
         network.link(0, own_buffers=own_buffers),
         [1],
         state,
-        Push(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes),
+        SendOptions(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes),
         sending,
     )
-    terms = Pull(
+    options = ReceiveOptions(
         TIMEOUT_S,
         MAX_METADATA_BYTES,
         target=None if into is None else lambda: into,
         strict=strict,
         **receive,
     )
-    received, report = pull(network.link(1, own_buffers=own_buffers), 0, terms, receiving)
-    # Beside the payload: the length's eight bytes, and the frame.
+    received, report = receive_state(network.link(1, own_buffers=own_buffers), 0, options, receiving)
+    # A length has 8 bytes.
     payload = network.nbytes - 8 - report.metadata_bytes
-    return Ferried(received, report, payload, network.messages - 2)
+    return Transferred(received, report, payload, network.messages - 2)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from torchferry import torch_internals as internals
 from torchferry.errors import UnknownType
 from torchferry.tensors.kinds import kind_named
@@ -162,7 +162,7 @@ def test_without_neg_views_it_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     assert internals.neg_view(tensor).is_neg()
     monkeypatch.delattr(torch, "_neg_view")
     assert internals.neg_view(tensor).tolist() == [-0.0, -1, -2]
-    assert ferry({"w": tensor}).state["w"].tolist() == [0, 1, 2]
+    assert transfer({"w": tensor}).state["w"].tolist() == [0, 1, 2]
 
 
 class Plain:
@@ -243,4 +243,4 @@ def test_without_trees_only_the_pickled_form_of_the_contract_is_lost(monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils._pytree", None)
     with pytest.raises(ImportError):
         internals.pytree()
-    assert ferry({"w": torch.ones(2)}).state["w"].tolist() == [1, 1]
+    assert transfer({"w": torch.ones(2)}).state["w"].tolist() == [1, 1]

@@ -1,24 +1,24 @@
-"""Manifests as bytes: MessagePack, a closed set of types, and nothing that can run.
+"""Manifests as bytes: MessagePack with a closed set of types.
 
 A frame is
 
     4 bytes   b"TFRY"
     1 byte    the version of the format
     8 bytes   XXH3 of the rest, little-endian
-    the rest  MessagePack of Envelope
+    the rest  MessagePack of FrameBody
 
-A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
-MessagePack of Refusal.
+A sender that can't send its state sends a refusal in the place of a frame: the same preamble with b"TFNO",
+then MessagePack of Refusal.
 
-What MessagePack lacks is a Special: a code and a payload, which stays packed until `unpack` is asked.
-Decoding checks types, ranges and references, so whoever holds a Manifest from here may believe it. All that
-is decoded has a type, and none of the types lets a byte become a container: what a frame takes in memory is
-at most sixty times its length, and that only if it is made for it.
+Values that MessagePack lacks are Specials, which stay encoded until `unpack` is called. Decoding checks
+types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty times
+its length in memory, because every field has a type and no type lets one byte become a container.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -29,14 +29,13 @@ from xxhash import xxh3_64_intdigest
 from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES
-from torchferry.core.routes import Route
-from torchferry.core.seals import NONCE_BYTES
-from torchferry.core.soundness import check
+from torchferry.core.push import NONCE_BYTES, Route, TransferId
+from torchferry.core.soundness import check as validate
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
 REFUSAL_MAGIC = b"TFNO"
-VERSION = 5
+VERSION = 6
 _PREAMBLE = struct.Struct("<4sBQ")
 
 Digest: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -45,12 +44,12 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-class Letter(Struct, Generic[M], frozen=True, array_like=True):
-    """A manifest with what the plan and the receiver need beside it.
+class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
+    """A manifest, and what the receiver needs besides.
 
-    `chunk_bytes` and `pack_bytes` are what the plan depends on; `origin`, `serial` and `nonce` tell transfers
-    apart; `digests` has one for each chunk if they were made ahead, `sealed` says that they come in seals
-    instead; `route` says where the payload comes from and goes to, if not simply from the sender to here.
+    The plan depends on `chunk_bytes` and `pack_bytes`. `origin`, `serial` and `nonce` identify the transfer.
+    `digests` has one for each chunk, or is None; with `digest_blocks` they follow the messages instead.
+    `route` is None if the payload comes from the sender and is not forwarded.
     """
 
     manifest: M
@@ -59,17 +58,22 @@ class Letter(Struct, Generic[M], frozen=True, array_like=True):
     serial: Count = 0
     nonce: bytes = b""
     digests: tuple[Digest, ...] | None = None
-    sealed: bool = False
+    digest_blocks: bool = False
     pack_bytes: Count = 0
     origin: Count = 0
     route: Route | None = None
 
+    @property
+    def transfer(self) -> TransferId:
+        """What identifies the transfer."""
+        return TransferId(self.origin, self.serial, self.nonce)
 
-Envelope: TypeAlias = Letter[Manifest]
+
+Frame: TypeAlias = FrameBody[Manifest]
 
 
-class _Parts(Struct, frozen=True, array_like=True):
-    """A manifest of which the parts are still packed."""
+class PackedManifest(Struct, frozen=True, array_like=True):
+    """A manifest whose parts are still encoded."""
 
     root: int
     branches: Raw
@@ -78,28 +82,34 @@ class _Parts(Struct, frozen=True, array_like=True):
     storages: Raw
 
 
-class Known(NamedTuple):
-    """A manifest that was made here, and its parts packed: what arrives is nearly always the same."""
+class EncodedManifest(NamedTuple):
+    """A manifest and the encoding of its parts: branches, leaves, tensors and storages.
+
+    Caches use the encoding as their key. The manifest itself would not do: to Python, 1 equals True.
+    """
 
     manifest: Manifest
-    parts: dict[str, bytes]
+    parts: tuple[bytes, ...]
 
     @property
-    def nbytes(self) -> int:
-        """How long the parts are."""
-        return sum(map(len, self.parts.values()))
+    def key(self) -> tuple[object, ...]:
+        """What identifies the manifest."""
+        return self.manifest.root, *self.parts
 
 
 _encoder = Encoder()
-_envelope_decoder = Decoder(Envelope)
-_packed_decoder = Decoder(Letter[_Parts])
+_packed_decoder = Decoder(FrameBody[PackedManifest])
 _part_decoders: dict[str, Decoder[Any]] = {
     "branches": Decoder(tuple[Branch, ...]),
     "leaves": Decoder(tuple[Leaf, ...]),
     "tensors": Decoder(tuple[TensorSpec, ...]),
     "storages": Decoder(tuple[Count, ...]),
 }
+PARTS = tuple(_part_decoders)
 _view_decoder = Decoder(memoryview)
+
+DecodePart: TypeAlias = Callable[[str, bytes], Any]
+"""Decodes one part of a manifest, given its name and encoding."""
 
 
 def pack(value: object) -> bytes:
@@ -112,10 +122,10 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
-    """Decode a payload as what it must be.
+    """Decode a payload with the decoder of its type.
 
     Raises:
-        BadManifest: it is not that.
+        BadManifest: the payload has another type.
     """
     try:
         return decoder.decode(data)
@@ -124,30 +134,98 @@ def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
 
 
 def payload_of(value: Special | Nested) -> bytes | memoryview:
-    """Give the packed payload of a Special, or of one inside another.
+    """Return the encoded payload of a Special, or of a Special inside another.
 
     Raises:
-        BadManifest: it is no payload.
+        BadManifest: the payload is not bytes.
     """
     return value.data if type(value) is Special else unpack(value.data, _view_decoder)
 
 
-def encode(envelope: Envelope, known: Known | None = None) -> bytes:
-    """Encode a manifest and its envelope as one frame; `known`, if there is one, is of that manifest."""
-    letter: object = envelope
-    if known is not None:
-        parts = {name: Raw(part) for name, part in known.parts.items()}
-        letter = structs.replace(envelope, manifest=_Parts(envelope.manifest.root, **parts))
-    body = _encoder.encode(letter)
-    return _PREAMBLE.pack(MAGIC, VERSION, xxh3_64_intdigest(body)) + body
+def encode_manifest(manifest: Manifest) -> EncodedManifest:
+    """Encode the parts of a manifest."""
+    return EncodedManifest(manifest, tuple(_encoder.encode(getattr(manifest, name)) for name in PARTS))
+
+
+def encode(frame: Frame, encoded: EncodedManifest | None = None) -> bytes:
+    """Encode a frame. `encoded` is its manifest, if that is encoded already."""
+    body: object = frame
+    if encoded is not None:
+        parts = dict(zip(PARTS, map(Raw, encoded.parts), strict=True))
+        body = structs.replace(frame, manifest=PackedManifest(frame.manifest.root, **parts))
+    return _with_preamble(MAGIC, body)
+
+
+def _with_preamble(magic: bytes, body: object) -> bytes:
+    data = _encoder.encode(body)
+    return _PREAMBLE.pack(magic, VERSION, xxh3_64_intdigest(data)) + data
 
 
 def is_frame(data: bytes) -> bool:
-    """Say whether these bytes claim to be a frame of ours, of any version."""
+    """Return whether data begins like a frame of any version."""
     return data[: len(MAGIC)] == MAGIC
 
 
-_MOST_REASON_CHARACTERS = 1000
+def decode(data: bytes) -> Frame:
+    """Decode and check a frame.
+
+    Raises:
+        BadManifest: it has another version, or it is malformed.
+    """
+    body = decode_body(data)
+    return cast(Frame, structs.replace(body, manifest=decode_manifest(body.manifest).manifest))
+
+
+def decode_body(data: bytes) -> FrameBody[PackedManifest]:
+    """Decode and check a frame, but leave the parts of its manifest encoded.
+
+    Raises:
+        BadManifest: it has another version, or it is malformed.
+    """
+    try:
+        body = _packed_decoder.decode(_body(data))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
+    if not ITEM_BYTES <= body.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise BadManifest(
+            f"the chunk size is {body.chunk_bytes} bytes; {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
+        )
+    if body.pack_bytes > body.chunk_bytes:
+        raise BadManifest(f"pack_bytes is {body.pack_bytes}, more than the chunk size {body.chunk_bytes}")
+    if body.nonce and len(body.nonce) != NONCE_BYTES:
+        raise BadManifest(f"the nonce has {len(body.nonce)} bytes, not {NONCE_BYTES}")
+    if body.digest_blocks and not body.nonce:
+        raise BadManifest("digest blocks are announced, but the frame has no nonce to recognise them by")
+    if body.digest_blocks and body.digests is not None:
+        raise BadManifest("the frame has digests and announces digest blocks: only one is allowed")
+    return body
+
+
+def decode_part(name: str, data: bytes) -> Any:
+    """Decode one part of a manifest.
+
+    Raises:
+        BadManifest: it is malformed.
+    """
+    try:
+        return _part_decoders[name].decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
+
+
+def decode_manifest(packed: PackedManifest, decode_part: DecodePart = decode_part) -> EncodedManifest:
+    """Decode and validate the parts of a manifest.
+
+    Raises:
+        BadManifest: a part is malformed, or refers to something that does not exist.
+    """
+    parts = tuple(bytes(getattr(packed, name)) for name in PARTS)
+    manifest = Manifest(packed.root, *map(decode_part, PARTS, parts))
+    validate(manifest)
+    return EncodedManifest(manifest, parts)
+
+
+_MAX_REASON_CHARACTERS = 1000
 
 
 class Refusal(Struct, frozen=True, array_like=True):
@@ -157,15 +235,17 @@ class Refusal(Struct, frozen=True, array_like=True):
     step: int | None = None
 
 
-def encode_refusal(reason: str, step: int | None = None) -> bytes:
-    """Encode the refusal that a sender sends instead of a frame.
+_refusal_decoder = Decoder(Refusal)
 
-    >>> decode_refusal(encode_refusal("model.hook: a lambda can't travel", step=7))
-    Refusal(reason="model.hook: a lambda can't travel", step=7)
+
+def encode_refusal(reason: str, step: int | None = None) -> bytes:
+    """Encode the refusal that a sender sends in the place of a frame.
+
+    >>> decode_refusal(encode_refusal("model.hook: a lambda can't be sent", step=7))
+    Refusal(reason="model.hook: a lambda can't be sent", step=7)
     """
-    text = reason[:_MOST_REASON_CHARACTERS].encode(errors="replace").decode()
-    body = _encoder.encode(Refusal(text, step))
-    return _PREAMBLE.pack(REFUSAL_MAGIC, VERSION, xxh3_64_intdigest(body)) + body
+    text = reason[:_MAX_REASON_CHARACTERS].encode(errors="replace").decode()
+    return _with_preamble(REFUSAL_MAGIC, Refusal(text, step))
 
 
 def decode_refusal(data: bytes) -> Refusal | None:
@@ -176,89 +256,22 @@ def decode_refusal(data: bytes) -> Refusal | None:
     """
     if data[: len(REFUSAL_MAGIC)] != REFUSAL_MAGIC:
         return None
-    found = unpack(_checked_body(data), _refusal_decoder)
-    line = "".join(char if char.isprintable() else " " for char in found.reason[:_MOST_REASON_CHARACTERS])
-    return Refusal(line, found.step)
+    refusal = unpack(_body(data), _refusal_decoder)
+    reason = refusal.reason[:_MAX_REASON_CHARACTERS]
+    return Refusal("".join(char if char.isprintable() else " " for char in reason), refusal.step)
 
 
-_refusal_decoder = Decoder(Refusal)
-
-
-def know(manifest: Manifest, last: Known | None = None) -> Known:
-    """Pack the parts of a manifest that was made here, to know it again when it arrives.
-
-    If it is packed as the `last` one is, it is that one: equal would not do, for to Python 1 is True. Parts
-    that are the very objects of the last are not packed again.
-    """
-    parts: dict[str, bytes] = {}
-    for name in _part_decoders:
-        part = getattr(manifest, name)
-        if last is not None and part is getattr(last.manifest, name):
-            parts[name] = last.parts[name]
-        else:
-            parts[name] = _encoder.encode(part)
-    if last is not None and manifest.root == last.manifest.root and parts == last.parts:
-        return last
-    return Known(manifest, parts)
-
-
-def decode(data: bytes, known: Known | None = None) -> Envelope:
-    """Decode and check a frame. What is the same as in `known` is not decoded, but taken from there.
-
-    Raises:
-        BadManifest: another version, or something in it is malformed or points nowhere.
-    """
-    body = _checked_body(data)
-    try:
-        envelope = _envelope_decoder.decode(body) if known is None else _recognise(body, known)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
-    _check_terms(envelope)
-    if known is None or envelope.manifest is not known.manifest:
-        check(envelope.manifest)
-    return envelope
-
-
-def _checked_body(data: bytes) -> memoryview:
+def _body(data: bytes) -> memoryview:
+    """Check the preamble of a frame or refusal, and return the rest."""
     if len(data) < _PREAMBLE.size:
-        raise BadManifest(f"the peer's metadata is only {len(data)} bytes long")
+        raise BadManifest(f"the peer's metadata has only {len(data)} bytes")
     _, version, digest = _PREAMBLE.unpack_from(data)
     if version != VERSION:
         raise BadManifest(
-            f"the peer's metadata is of format {version}, this torchferry speaks {VERSION}: "
-            "install the same version on both sides"
+            f"the peer's metadata has format {version}, this torchferry reads format {VERSION}: "
+            "install the same version of torchferry on both sides"
         )
     body = memoryview(data)[_PREAMBLE.size :]
     if xxh3_64_intdigest(body) != digest:
-        raise BadManifest("the peer's metadata was damaged on the way: its digest does not fit")
+        raise BadManifest("the peer's metadata was damaged on the way: its digest does not match")
     return body
-
-
-def _recognise(body: memoryview, known: Known) -> Envelope:
-    packed = _packed_decoder.decode(body)
-    root = packed.manifest.root
-    parts = {name: bytes(getattr(packed.manifest, name)) for name in _part_decoders}
-    if root == known.manifest.root and parts == known.parts:
-        manifest = known.manifest
-    else:
-        found = {
-            name: getattr(known.manifest, name) if part == known.parts[name] else decoder.decode(part)
-            for (name, part), decoder in zip(parts.items(), _part_decoders.values(), strict=True)
-        }
-        manifest = Manifest(root, **found)
-    return cast(Envelope, structs.replace(packed, manifest=manifest))
-
-
-def _check_terms(envelope: Envelope) -> None:
-    if not ITEM_BYTES <= envelope.chunk_bytes <= MAX_CHUNK_BYTES:
-        raise BadManifest(
-            f"a chunk of {envelope.chunk_bytes} bytes: from {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
-        )
-    if envelope.pack_bytes > envelope.chunk_bytes:
-        raise BadManifest(f"packed up to {envelope.pack_bytes} bytes, in chunks of {envelope.chunk_bytes}")
-    if envelope.nonce and len(envelope.nonce) != NONCE_BYTES:
-        raise BadManifest(f"a nonce of {len(envelope.nonce)} bytes, not {NONCE_BYTES}")
-    if envelope.sealed and not envelope.nonce:
-        raise BadManifest("seals without a nonce to tell them from another transfer's")
-    if envelope.sealed and envelope.digests is not None:
-        raise BadManifest("digests in the frame and seals behind the messages: it can only be one of them")

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from torchferry.core.extents import Extent, extents_of, split
 from torchferry.core.manifest import Manifest
-from torchferry.core.seals import Seal
+from torchferry.core.push import DigestBlock
 
 MAX_MESSAGES = 1 << 18
 """The most messages of a plan: 2 TiB in chunks. Listing more would take a hostile manifest's word for it."""
@@ -113,13 +113,13 @@ class Plan(NamedTuple):
         """Give the chunks that a message carries."""
         return self.chunks[message.first : message.end]
 
-    def sequence(self, *, sealed: bool) -> list[Message | Seal]:
+    def sequence(self, *, sealed: bool) -> list[Message | DigestBlock]:
         """List what follows the frame on the link, in order: messages, and their seals if they have any."""
         if not sealed:
             return list(self.messages)
-        found: list[Message | Seal] = []
-        due: deque[tuple[int, Seal]] = deque()
-        sealed_messages = sealed_chunks = seals = 0
+        found: list[Message | DigestBlock] = []
+        due: deque[tuple[int, DigestBlock]] = deque()
+        sealed_messages = sealed_chunks = 0
         for message in self.messages:
             found.append(message)
             if due and due[0][0] == message.number:
@@ -127,8 +127,8 @@ class Plan(NamedTuple):
             sent, last = message.number + 1, message.number + 1 == len(self.messages)
             is_full = sent - sealed_messages == SEAL_MESSAGES or message.end - sealed_chunks >= SEAL_CHUNKS
             if last or is_full:
-                due.append((message.number + SEAL_LAG, Seal(seals, sealed_chunks, message.end, last)))
-                sealed_messages, sealed_chunks, seals = sent, message.end, seals + 1
+                due.append((message.number + SEAL_LAG, DigestBlock(sealed_chunks, message.end, last)))
+                sealed_messages, sealed_chunks = sent, message.end
         return [*found, *(seal for _, seal in due)]
 
 

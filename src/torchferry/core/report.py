@@ -1,23 +1,26 @@
-"""What a finished transfer says of itself."""
+"""The report of a finished transfer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WAIT = "wait"
-"""The phase in which a receiver waits for its sender to begin."""
+_WAIT = "wait"
 
 
 @dataclass(frozen=True)
 class Report:
     """Bytes, messages and seconds of one transfer, as this side saw it.
 
-    `payload_bytes` and `messages` count one copy of the state, however many peers it went to. `step` is the
-    step that the sender gave, or None. After a receive in place, `dropped` and `fresh` list the paths that
-    only the peer has: `dropped` if they were left out, `fresh` if they arrived as fresh tensors. `kept` lists
-    the paths that only the local state has, which did not change.
-    `forwarded_by` is the peer that passed it on to this one, if it did not come from the sender itself;
-    `forwarded_to` the one that this one was to pass it on to; `not_forwarded` says why it could not.
+    `payload_bytes` and `messages` count one copy of the state, however many peers it went to. `phases_s` has
+    the seconds of each phase; in the phase "wait" a receiver waits for its sender to begin. `step` is the
+    step that the sender gave, or None.
+
+    After a receive in place, `dropped` and `fresh` list the paths that only the peer has: `dropped` if they
+    were left out, `fresh` if they arrived as fresh tensors. `kept` lists the paths that only the local state
+    has, which did not change.
+
+    If receivers forward the state, `forwarded_by` is the rank that this process got it from, `forwarded_to`
+    the rank that it was to forward it to, and `not_forwarded` says why that failed.
     """
 
     peers: tuple[int, ...]
@@ -35,24 +38,24 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """The whole time, all phases together."""
+        """The time of all phases together."""
         return sum(self.phases_s.values())
 
     @property
     def bytes_per_second(self) -> float:
-        """Payload over the time without the phase "wait"; 0 if there was no time."""
-        busy_s = self.seconds - self.phases_s.get(WAIT, 0.0)
+        """Payload over the time of all phases but "wait"; 0 if there was no time."""
+        busy_s = self.seconds - self.phases_s.get(_WAIT, 0.0)
         return self.payload_bytes / busy_s if busy_s > 0 else 0.0
 
     def __str__(self) -> str:
-        peers = f"rank {', '.join(map(str, self.peers))}" if self.peers else "nobody"
+        peers = f"rank {', '.join(map(str, self.peers))}" if self.peers else "no peer"
         if self.forwarded_by is not None:
-            peers += f" by way of rank {self.forwarded_by}"
+            peers += f" through rank {self.forwarded_by}"
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         step = "" if self.step is None else f" (step {self.step})"
-        counts = {"dropped": self.dropped, "fresh": self.fresh, "kept": self.kept}
-        odd = "".join(f"; {len(paths)} paths {name}" for name, paths in counts.items() if paths)
+        gaps = {"dropped": self.dropped, "fresh": self.fresh, "kept": self.kept}
+        listed = "".join(f"; {len(paths)} paths {name}" for name, paths in gaps.items() if paths)
         return (
             f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}{step}, "
-            f"{self.seconds:.3f} s ({phases}){odd}"
+            f"{self.seconds:.3f} s ({phases}){listed}"
         )

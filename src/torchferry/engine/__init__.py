@@ -1,12 +1,11 @@
-"""Runs a plan on a link: the one place where core, tensors and links meet.
+"""The push engine: sends a described state over a link, and receives one.
 
-`push` sends a described state to peers that are waiting for it; `pull` receives one. Everything that is
-policy (one deadline, a bounded window, what is staged) is here, and in no link.
+The engine is the one place where core, tensors and links meet. Deadlines, windows and staging are decided
+here.
 """
 
-from torchferry.engine.cargo import Push
-from torchferry.engine.group import Group, group_of
-from torchferry.engine.receiving import Pull, pull
-from torchferry.engine.sending import push
+from torchferry.engine.receive import ReceiveOptions, receive_state
+from torchferry.engine.send import SendOptions, send_state
+from torchferry.engine.workspace import Workspace
 
-__all__ = ["Group", "Pull", "Push", "group_of", "pull", "push"]
+__all__ = ["ReceiveOptions", "SendOptions", "Workspace", "receive_state", "send_state"]

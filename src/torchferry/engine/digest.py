@@ -1,8 +1,4 @@
-"""XXH3 of bytes where they lie, and the first few of them.
-
-All of it releases the interpreter lock while it hashes anything but tiny pieces. A buffer on an accelerator
-is copied to the host for it.
-"""
+"""XXH3 digests of buffers. Hashing releases the interpreter lock."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from torchferry.tensors.memory import check_held
 
 
 def digest(data: bytes | memoryview) -> int:
-    """Hash some bytes."""
+    """Return the digest of some bytes."""
     return xxh3_64_intdigest(data)
 
 
 def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
-    """Hash the pieces of a flat buffer, of the given sizes, that follow one another.
+    """Return the digests of consecutive pieces of a flat buffer, given their sizes.
 
     Raises:
-        StateError: its memory is gone.
+        StateError: the memory was freed.
     """
     host = buffer.cpu()
     whole = _view(host, host.nbytes)
@@ -36,19 +32,18 @@ def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
     return found
 
 
-def head(buffer: torch.Tensor, nbytes: int) -> bytes:
-    """Give the first bytes of a flat buffer, or all if there are fewer.
+def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
+    """Return the first bytes of a flat buffer, or all of them if it is shorter.
 
     Raises:
-        StateError: its memory is gone.
+        StateError: the memory was freed.
     """
-    # On the CPU without a slice, which would take torch longer than all the rest.
     host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
     return bytes(_view(host, min(nbytes, host.nbytes)))
 
 
 def _view(host: torch.Tensor, nbytes: int) -> memoryview:
-    """See the first bytes of a buffer's memory, which lives only as long as the buffer does."""
+    """View the first bytes of a buffer. The caller keeps the buffer alive."""
     end = int(host.storage_offset()) * host.itemsize + host.nbytes
     check_held(host.untyped_storage(), end)
     if not nbytes:

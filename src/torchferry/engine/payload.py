@@ -1,211 +1,121 @@
-"""The payload's messages: received, checked against their digests, put where they belong, and passed on."""
+"""The payload of one transfer: messages and digest blocks are received, checked, written and forwarded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from torchferry.core.codec import Envelope
-from torchferry.core.landing import Landing, Landings
+from torchferry.core.codec import Frame
 from torchferry.core.plan import Message, Plan
-from torchferry.core.protocol import FAREWELL_BYTES, Tags, culprit_in
-from torchferry.core.seals import Seal, decode_seal
-from torchferry.engine.digest import digests, head
-from torchferry.engine.meter import Meter
+from torchferry.core.push import ABORT_BYTES, DigestBlock, decode_block
+from torchferry.engine.digest import first_bytes
+from torchferry.engine.progress import Cancellation, Progress
 from torchferry.engine.relay import Relay
+from torchferry.engine.sink import Sink
 from torchferry.engine.staging import Staging
 from torchferry.engine.window import Steps, Window
-from torchferry.errors import PeerGaveUp, StateError
-from torchferry.links.base import Link
-from torchferry.tensors.landing import Ground
+from torchferry.links.base import Channel, Link
 
 
-@dataclass
-class Arrival:
-    """What was found when all had arrived: damaged chunks, and whether the sender disowns all of it.
-
-    `refusal` is why nothing of it was kept, if there was no room for it.
-    """
-
-    damaged: list[int] = field(default_factory=list)
-    changed: bool = False
-    refusal: StateError | None = None
+class _Arriving(NamedTuple):
+    item: Message | DigestBlock
+    buffer: torch.Tensor
+    staged: bool
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The receiving half of one transfer's payload, which comes from `meter.peer`."""
+    """Receives messages from a channel and hands them to a sink, and to a relay if there is one."""
 
     link: Link
-    envelope: Envelope
+    channel: Channel
+    frame: Frame
     plan: Plan
-    landings: Landings
-    ground: Ground
-    meter: Meter
+    sink: Sink
     staging: Staging
+    window: Window[_Arriving]
+    progress: Progress
+    cancellation: Cancellation
     verify: bool = True
     relay: Relay | None = None
 
-    def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[Arrival]:
-        """Receive every message and put its bytes where they belong; damage is noted, not raised.
+    @property
+    def _has_digests(self) -> bool:
+        return self.verify and (self.frame.digest_blocks or self.frame.digests is not None)
+
+    def steps(self) -> Steps[None]:
+        """Receive everything. Damage is recorded in the sink, not raised, so that the sender can finish.
 
         Raises:
-            PeerGaveUp: the sender, or who was to forward, said farewell.
+            PeerGaveUp: the peer aborted the transfer.
             LinkError: the link failed.
             StateError: the local state could not be written.
         """
-        return _Receiving(self).steps(Window(window_bytes, in_place_window_bytes))
+        for item in self.plan.sequence(sealed=self.frame.digest_blocks):
+            yield from self._post(item)
+        while self.window:
+            self._arrived((yield from self.window.pop()))
 
-
-class _Receiving:
-    """The payload while it comes in."""
-
-    def __init__(self, payload: Payload) -> None:
-        envelope = payload.envelope
-        self._payload = payload
-        self._link = payload.link
-        self._plan = payload.plan
-        self._meter = payload.meter
-        self._relay = payload.relay
-        self._nonce = envelope.nonce
-        self._sealed = envelope.sealed
-        self._known = envelope.digests
-        self._checks = payload.verify and (envelope.sealed or envelope.digests is not None)
-        self._tags = Tags(envelope.origin, envelope.serial)
-        self._staging = payload.staging
-        self._found: list[int] = []
-        self._arrival = Arrival()
-
-    def steps(self, window: Window) -> Steps[Arrival]:
-        for item in self._plan.sequence(sealed=self._sealed):
-            if isinstance(item, Seal):
-                yield from window.make_room(item.nbytes)
-                self._post_seal(item, window)
-            else:
-                yield from self._post(item, window)
-        yield from window.finish()
-        return self._arrival
-
-    def _post(self, message: Message, window: Window) -> Steps[None]:
-        straight = self._straight(message)
-        staged = straight is None
-        yield from window.make_room(message.nbytes, in_place=not staged)
-        if straight is None:
-            yield from self._room(message.nbytes)
-            buffer, rest = self._staging.take(message.nbytes), None
+    def _post(self, item: Message | DigestBlock) -> Steps[None]:
+        place = self.sink.direct_place(item, self.link.takes) if isinstance(item, Message) else None
+        in_place = place is not None
+        while not self.window.has_room(item.nbytes, in_place=in_place):
+            self._arrived((yield from self.window.pop()))
+        staged = isinstance(item, Message) and place is None
+        if isinstance(item, DigestBlock):
+            buffer = torch.zeros(item.nbytes, dtype=torch.uint8, device=self.link.device)
+        elif place is not None:
+            self.cancellation.raise_if_cancelled()
+            buffer = self.sink.open(item, place)
         else:
-            buffer, rest = straight
-        self._meter.go_on_if_wanted()
-        pending = self._link.recv(buffer, self._meter.peer, self._tags.of(message))
-        if not staged:
-            self._meter.posted = message.end
+            if self.relay is not None:
+                yield from self._wait_for_relay(self.relay, item.nbytes)
+            self.cancellation.raise_if_cancelled()
+            buffer = self.staging.take(item.nbytes, pinned=not self.sink.is_all_cpu)
+        pending = self.channel.recv(buffer)
+        if isinstance(item, Message) and in_place:
+            self.sink.mark_written(item)
+        self.window.add(pending, item.nbytes, _Arriving(item, buffer, staged), in_place=in_place)
 
-        def done() -> None:
-            self._arrived(message, buffer, rest)
-            self._hand_on(buffer, staged=staged)
+    def _wait_for_relay(self, relay: Relay, nbytes: int) -> Steps[None]:
+        # This lane waits for the next receiver now, not for its peer.
+        self.progress.idle = True
+        yield from relay.wait_for_room(nbytes)
+        self.progress.idle = False
+        for buffer in relay.take_used():
+            self.staging.give_back(buffer)
 
-        window.add(pending, message.nbytes, done, in_place=not staged)
-
-    def _straight(self, message: Message) -> tuple[torch.Tensor, Landing] | None:
-        """Give the memory that a message can be received into as it is, and what is left to do after that."""
-        if message.end - message.first > 1:
-            return None
-        chunk = self._plan.chunks[message.first]
-        landing = self._payload.landings.of(chunk)
-        return self._payload.ground.straight(chunk, landing, self._link.takes)
-
-    def _room(self, nbytes: int) -> Steps[None]:
-        if self._relay is not None:
-            # It is the next receiver that keeps this one waiting, and not the peer.
-            self._meter.idle = True
-            yield from self._relay.room(nbytes)
-            self._meter.idle = False
-            for buffer in self._relay.used():
-                self._staging.give_back(buffer)
-
-    def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
-        self._go_on_unless(culprit_in(head(buffer, FAREWELL_BYTES), self._nonce))
-        self._meter.bytes_done += message.nbytes
-        self._meter.done += 1
-        if self._checks:
-            self._found += digests(buffer, [chunk.nbytes for chunk in self._plan.chunks_of(message)])
-        if self._arrival.refusal is None:
-            try:
-                self._put(message, buffer, rest)
-            except StateError as error:
-                if self._payload.ground.is_local:
-                    # Whatever has arrived, it is not where it belongs.
-                    raise
-                # There is no room for it, but the sender is still left to finish.
-                self._arrival.refusal = error
-        # Not before: what has arrived is not whole until it is where it belongs.
-        if not self._checks:
-            self._meter.verified.update(range(message.first, message.end))
-        elif self._known is not None:
-            self._compare(message.first, self._known[message.first : message.end])
-
-    def _put(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
-        """Put a message where it belongs, or what is `rest` of it if it was received there."""
-        chunks = self._plan.chunks_of(message)
-        landings, ground = self._payload.landings, self._payload.ground
-        if rest is not None:
-            if rest.direct or rest.spread:
-                ground.put(chunks, [rest], buffer, self._meter.go_on_if_wanted)
-            return
-        if not landings.alike:
-            where = [landings.of(chunk) for chunk in chunks]
-            if any(landing.direct or landing.spread for landing in where):
-                self._meter.posted = max(self._meter.posted, message.end)
-                ground.put(chunks, where, buffer, self._meter.go_on_if_wanted)
-            return
-        self._meter.posted = max(self._meter.posted, message.end)
-        ground.put_alike(chunks, buffer, self._meter.go_on_if_wanted)
-
-    def _go_on_unless(self, culprit: int | None) -> None:
-        """Stop if somebody gave up."""
-        if culprit is None:
-            return
-        whose = "its" if culprit == self._meter.peer else f"rank {culprit}'s"
-        raise PeerGaveUp(
-            f"rank {self._meter.peer} gave up half-way, because of an error on {whose} side",
-            culprit=culprit,
-            peer=self._meter.peer,
-        )
-
-    def _hand_on(self, buffer: torch.Tensor, *, staged: bool) -> None:
-        if self._relay is not None:
-            self._relay.offer(buffer, staged=staged)
+    def _arrived(self, arriving: _Arriving) -> None:
+        item, buffer, staged = arriving
+        self.channel.raise_if_aborted(first_bytes(buffer, ABORT_BYTES))
+        if isinstance(item, Message):
+            self._message_arrived(item, buffer)
+        else:
+            self._block_arrived(item, buffer)
+        if self.relay is not None:
+            self.relay.offer(buffer, staged=staged)
         elif staged:
-            self._staging.give_back(buffer)
+            self.staging.give_back(buffer)
 
-    def _post_seal(self, seal: Seal, window: Window) -> None:
-        buffer = torch.zeros(seal.nbytes, dtype=torch.uint8, device=self._link.device)
-        pending = self._link.recv(buffer, self._meter.peer, self._tags.of(seal))
+    def _message_arrived(self, message: Message, buffer: torch.Tensor) -> None:
+        self.progress.add(message.nbytes)
+        if self._has_digests:
+            self.sink.add_digests(message, buffer)
+        self.sink.write(message, buffer, self.cancellation.raise_if_cancelled)
+        # A chunk is whole when it is written, not when it has arrived.
+        if not self._has_digests:
+            self.sink.accept(message)
+        elif self.frame.digests is not None:
+            self.sink.verify(message.first, self.frame.digests[message.first : message.end])
 
-        def done() -> None:
-            opened = decode_seal(head(buffer, seal.nbytes))
-            if opened.nonce != self._nonce:
-                # Another transfer's, or damaged: whatever it says, it does not say it of these chunks.
-                self._arrival.damaged += range(seal.first, seal.end)
-            else:
-                self._go_on_unless(opened.culprit)
-                self._arrival.changed = self._arrival.changed or opened.changed
-                if self._checks:
-                    self._compare(seal.first, opened.digests)
-            self._hand_on(buffer, staged=False)
-
-        window.add(pending, seal.nbytes, done)
-
-    def _compare(self, first: int, expected: Sequence[int]) -> None:
-        """Compare the digests of chunks, from the first given, with what they should be."""
-        found = self._found[first : first + len(expected)]
-        if found == list(expected):
-            self._meter.verified.update(range(first, first + len(expected)))
+    def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
+        content = decode_block(block, first_bytes(buffer, block.nbytes))
+        if content.nonce != self.frame.nonce:
+            # The block is damaged, or belongs to another transfer.
+            self.sink.mark_damaged(block.first, block.end)
             return
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), first):
-            if ours == theirs:
-                self._meter.verified.add(number)
-            else:
-                self._arrival.damaged.append(number)
+        self.sink.sender_changed |= content.changed
+        if self._has_digests:
+            self.sink.verify(block.first, content.digests)

@@ -1,68 +1,45 @@
-"""The phases of a transfer: each is timed, logged, and named in the errors that happen in it."""
+"""The deadline of a transfer, and how long each of its phases took."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from torchferry.errors import FerryError, LinkStalled, LinkTimeout, SendFailed, TargetTorn
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 
 class Phases:
-    """How long each phase of one transfer took, in real time, and when all must be over, by `now_s`."""
+    """Times the phases of one transfer in real time. The deadline is on the clock `now_s`."""
 
-    def __init__(self, what: str, timeout_s: float, now_s: Callable[[], float]) -> None:
-        self.seconds: dict[str, float] = {}
-        self._timeout_s = timeout_s
+    def __init__(self, transfer: str, timeout_s: float, now_s: Callable[[], float]) -> None:
+        self.timeout_s = timeout_s
         self.deadline_s = now_s() + timeout_s
-        self._what = what
+        self.current = ""
         self._now_s = now_s
+        self._transfer = transfer
+        self._seconds: dict[str, float] = {}
+        self._started = 0.0
 
     def left_s(self) -> float:
-        """Say how much time is left; 0 if none is."""
+        """Return how much time is left; 0 if none."""
         return max(self.deadline_s - self._now_s(), 0.0)
 
-    @contextmanager
-    def phase(self, name: str, peer: int | None = None) -> Iterator[None]:
-        """Time what happens inside, and give errors the phase and peer if they have none."""
-        start = time.perf_counter()
-        try:
-            with timed(f"{self._what}: {name}"):
-                yield
-        except FerryError as error:
-            error.phase = error.phase or name
-            error.peer = peer if error.peer is None else error.peer
-            if _ran_out(error):
-                error.what += (
-                    f"{'' if error.what.endswith('?') else '.'} The timeout was {self._timeout_s:g} s"
-                )
-            raise
-        finally:
-            seconds = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin another."""
+        if phase != self.current:
+            self._end("complete")
+            self.current = phase
+            self._started = time.perf_counter()
+            logger.debug("%s: %s started", self._transfer, phase)
 
+    def finish(self, *, failed: bool = False) -> dict[str, float]:
+        """End the last phase, and return the seconds of each phase."""
+        self._end("failed" if failed else "complete")
+        return self._seconds
 
-def _ran_out(error: BaseException | None) -> bool:
-    """Say whether an error is, or comes of, a deadline that passed: a peer may stall long before."""
-    if isinstance(error, SendFailed):
-        return any(map(_ran_out, error.failed.values()))
-    if isinstance(error, TargetTorn):
-        return _ran_out(error.__cause__)
-    return isinstance(error, LinkTimeout) and not isinstance(error, LinkStalled)
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Log at DEBUG that something started, and that it is complete or failed, with its seconds."""
-    logger.debug("%s started", name)
-    start = time.perf_counter()
-    outcome = "failed"
-    try:
-        yield
-        outcome = "complete"
-    finally:
-        logger.debug("%s %s after %.6f s", name, outcome, time.perf_counter() - start)
+    def _end(self, outcome: str) -> None:
+        if self.current:
+            seconds = time.perf_counter() - self._started
+            self._seconds[self.current] = self._seconds.get(self.current, 0.0) + seconds
+            logger.debug("%s: %s %s after %.6f s", self._transfer, self.current, outcome, seconds)

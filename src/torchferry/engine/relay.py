@@ -1,27 +1,22 @@
-"""Forwarding: a receiver passes what arrives on to the next one, piece by piece, out of the same memory.
+"""Forwarding: a receiver sends what it receives on to the next receiver, from the same memory.
 
-It is a lane of its own, beside the one that receives: a next receiver that is slow or dead must not keep
-this one from its state. The receiving lane offers pieces as they arrive, and the forwarding lane waits for
-them.
+Forwarding is a lane of its own, so that a slow or dead next receiver does not delay this one. The receiving
+lane offers messages as they arrive, and the forwarding lane sends them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from torchferry.core.codec import Envelope
-from torchferry.core.plan import Plan
-from torchferry.core.protocol import Tags
-from torchferry.engine.farewell import say_farewell
-from torchferry.engine.meter import Meter
+from torchferry.engine.progress import Progress
 from torchferry.engine.window import Steps, Window
 from torchferry.errors import LinkTimeout, PeerGaveUp
-from torchferry.links.base import Link
+from torchferry.links.base import Channel
 
 
 class _Offer(NamedTuple):
@@ -30,128 +25,120 @@ class _Offer(NamedTuple):
 
 
 class Relay:
-    """What has arrived here and has to go on to `meter.peer`."""
+    """The messages that arrived here and go to `progress.peer`. `sizes` has the size of each."""
 
-    def __init__(self, link: Link, envelope: Envelope, plan: Plan, meter: Meter, window_bytes: int) -> None:
-        self._link = link
-        self._envelope = envelope
-        self._sequence = plan.sequence(sealed=envelope.sealed)
-        self._meter = meter
+    def __init__(self, channel: Channel, sizes: Sequence[int], progress: Progress, window_bytes: int) -> None:
+        self._channel = channel
+        self._sizes = sizes
+        self._progress = progress
         self._window_bytes = window_bytes
         self._changed = threading.Condition()
         self._offers: deque[_Offer] = deque()
         self._used: deque[torch.Tensor] = deque()
-        self._held_bytes = 0
-        self._culprit: int | None = None
+        self._staged_bytes = 0
+        self._failed_rank: int | None = None
         self._over = False
 
     def offer(self, buffer: torch.Tensor, *, staged: bool) -> None:
-        """Hand over the next piece. Its memory must stay as it is; staged memory comes back by `used`."""
+        """Offer the next message. Its memory must not change; `take_used` returns staged buffers."""
         with self._changed:
             if self._over and staged:
                 self._used.append(buffer)
             elif not self._over:
-                self._held_bytes += buffer.nbytes if staged else 0
+                self._staged_bytes += buffer.nbytes if staged else 0
                 self._offers.append(_Offer(buffer, staged))
             self._changed.notify_all()
 
-    def room(self, nbytes: int) -> Steps[None]:
-        """Wait until so much more may be staged: what is not forwarded yet has to be kept."""
-        yield _Until(self, lambda: self._over or self._held_bytes + nbytes <= max(self._window_bytes, nbytes))
+    def wait_for_room(self, nbytes: int) -> Steps[None]:
+        """Wait until so many more bytes may be staged: staged messages stay until they are forwarded."""
+        limit = max(self._window_bytes, nbytes)
+        yield _Until(self._changed, lambda: self._over or self._staged_bytes + nbytes <= limit)
 
-    def used(self) -> list[torch.Tensor]:
-        """Take back the staged memory that has been forwarded."""
+    def take_used(self) -> list[torch.Tensor]:
+        """Return the staging buffers that are not used any more."""
         with self._changed:
-            taken = list(self._used)
+            used = list(self._used)
             self._used.clear()
-        return taken
+        return used
 
-    def fail(self, culprit: int) -> None:
-        """Say that no more will arrive here, and whose fault it is."""
+    def abort(self, failed_rank: int) -> None:
+        """Send an abort after the messages that were offered, because no more arrive here."""
         with self._changed:
-            if self._culprit is None:
-                self._culprit = culprit
+            if self._failed_rank is None:
+                self._failed_rank = failed_rank
             self._changed.notify_all()
 
-    def end(self, culprit: int) -> None:
-        """Say that nothing is forwarded any more, and whose doing that is, so that nobody waits for it."""
+    def stop(self, own_rank: int) -> None:
+        """Stop to forward, because the next receiver is lost."""
         with self._changed:
             self._over = True
-            if self._culprit is None:
-                self._culprit = culprit
+            if self._failed_rank is None:
+                self._failed_rank = own_rank
             self._used.extend(offer.buffer for offer in self._offers if offer.staged)
             self._offers.clear()
             self._changed.notify_all()
 
     def steps(self) -> Steps[None]:
-        """Forward every piece as it arrives; if no more does, say so.
+        """Forward every message as it arrives, or an abort.
 
         Raises:
             LinkError: the next receiver can't be reached, or not in time.
+            PeerGaveUp: an abort was sent.
         """
-        meter = self._meter
-        window = Window(self._window_bytes)
-        tags = Tags(self._envelope.origin, self._envelope.serial)
-        for place, item in enumerate(self._sequence):
-            # What is staged is kept until it was waited for, and there may be no room for more until then.
-            while window and not self._offers and self._culprit is None:
-                yield from window.finish_oldest()
-            meter.idle = True
-            yield _Until(self, lambda: bool(self._offers) or self._culprit is not None)
-            meter.idle = False
-            if self._offers:
-                yield from window.make_room(item.nbytes)
+        window: Window[_Offer] = Window(self._window_bytes)
+        for position, nbytes in enumerate(self._sizes):
+            # The receiving lane may need the buffers of sent messages before it can offer another.
+            while window and not self._offers and self._failed_rank is None:
+                self._sent((yield from window.pop()))
+            self._progress.idle = True
+            yield _Until(self._changed, lambda: bool(self._offers) or self._failed_rank is not None)
+            self._progress.idle = False
+            while self._offers and not window.has_room(nbytes):
+                self._sent((yield from window.pop()))
             with self._changed:
-                # Perhaps there was one, and while room was made for it all of this was given up.
+                # `stop` may have removed the offers while this lane waited for room.
                 offer = self._offers.popleft() if self._offers else None
             if offer is None:
-                yield from self._give_up(place, window)
+                yield from self._send_abort(position)
                 return
-            pending = self._link.send(offer.buffer, meter.peer, tags.of(item))
-            window.add(pending, item.nbytes, self._sent(offer))
-        yield from window.finish()
+            window.add(self._channel.send(offer.buffer), nbytes, offer)
+        while window:
+            self._sent((yield from window.pop()))
 
-    def _give_up(self, place: int, window: Window) -> Steps[None]:
-        culprit = self._culprit
-        assert culprit is not None, "nobody gives up for no reason"
-        rest, peer = self._sequence[place:], self._meter.peer
-        self._meter.told = yield from say_farewell(self._link, peer, rest, self._envelope, culprit, window)
-        raise PeerGaveUp("there is no more to forward", culprit=culprit, peer=self._meter.peer)
+    def _send_abort(self, position: int) -> Steps[None]:
+        assert self._failed_rank is not None, "a relay aborts because some rank failed"
+        yield from self._channel.send_abort(self._failed_rank, self._sizes[position:])
+        raise PeerGaveUp("there is no more to forward", failed_rank=self._failed_rank)
 
-    def _sent(self, offer: _Offer) -> Callable[[], None]:
-        def done() -> None:
-            self._meter.bytes_done += offer.buffer.nbytes
-            self._meter.done += 1
-            if offer.staged:
-                with self._changed:
-                    self._held_bytes -= offer.buffer.nbytes
-                    self._used.append(offer.buffer)
-                    self._changed.notify_all()
-
-        return done
+    def _sent(self, offer: _Offer) -> None:
+        self._progress.add(offer.buffer.nbytes)
+        if offer.staged:
+            with self._changed:
+                self._staged_bytes -= offer.buffer.nbytes
+                self._used.append(offer.buffer)
+                self._changed.notify_all()
 
 
 class _Until:
-    """Something to wait for that is no message: until a relay is in some condition."""
+    """Completes when a condition holds, like a message that a lane waits for."""
 
     error = None
 
-    def __init__(self, relay: Relay, holds: Callable[[], bool]) -> None:
-        self._relay = relay
+    def __init__(self, changed: threading.Condition, holds: Callable[[], bool]) -> None:
+        self._changed = changed
         self._holds = holds
 
     @property
     def over(self) -> bool:
-        """Whether it holds: what the simulation asks instead of waiting."""
+        """Whether the condition holds. The simulation asks this instead of waiting."""
         return self._holds()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for it.
+        """Wait for the condition.
 
         Raises:
             LinkTimeout: it took longer than `timeout_s`.
         """
-        changed = self._relay._changed
-        with changed:
-            if not changed.wait_for(self._holds, min(timeout_s, threading.TIMEOUT_MAX)):
+        with self._changed:
+            if not self._changed.wait_for(self._holds, min(timeout_s, threading.TIMEOUT_MAX)):
                 raise LinkTimeout("nothing was forwarded in time")

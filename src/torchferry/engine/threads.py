@@ -1,10 +1,8 @@
-"""Lanes in earnest: a thread for each, and the caller asleep on a queue, where Ctrl-C can wake it.
+"""Runs lanes in threads, while the caller sleeps on a queue where Ctrl-C can wake it.
 
-Not on a condition: that gives up its lock and takes it again in Python, and Ctrl-C in between comes out as
-a complaint about the lock.
-
-A thread that is stuck in the backend is left behind. It is a daemon, and ends when the backend lets it go:
-when the link is broken off, or at the deadline.
+The caller does not sleep on a condition: a condition releases and acquires its lock in Python code, and
+Ctrl-C between the two raises an error about the lock. A thread that is stuck in the backend is left behind.
+It is a daemon, and ends when the link closes or at the deadline.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchferry.core.watch import Rules
-from torchferry.engine.lanes import Lane, late
+from torchferry.core.watch import Limits
+from torchferry.engine.lanes import Lane, deadline_passed
 from torchferry.engine.window import T
 from torchferry.errors import FerryError, LinkBroken
 from torchferry.links.base import Pending
@@ -28,22 +26,22 @@ _JOIN_S = 0.5
 
 
 class ThreadRunner:
-    """Runs the lanes of one transfer."""
+    """Runs the lanes of one transfer, each in a thread."""
 
     def __init__(self) -> None:
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def now_s(self) -> float:
-        """Give the time."""
+        """Return the time."""
         return time.monotonic()
 
-    def start(self, lane: Lane[Any], rules: Rules) -> None:
-        """Let a thread take the lane's steps."""
+    def start(self, lane: Lane[Any], limits: Limits) -> None:
+        """Run a lane in a new thread."""
         thread = threading.Thread(
-            target=self._take,
-            args=(lane, rules),
-            name=f"torchferry-lane-{lane.meter.peer}",
+            target=self._run,
+            args=(lane, limits.deadline_s),
+            name=f"torchferry-lane-{lane.progress.peer}",
             daemon=True,
         )
         self._threads.append(thread)
@@ -58,29 +56,28 @@ class ThreadRunner:
             self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Wait for the threads, but not for one that can't be woken."""
+        """Wait for the threads, but not for one that is stuck."""
         ends_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
 
-    def _take(self, lane: Lane[Any], rules: Rules) -> None:
+    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
         value: object = None
         error: BaseException | None = None
         try:
-            value = _take_steps(lane, rules.deadline_s)
+            value = _run_steps(lane, deadline_s)
         except BaseException as raised:
             error = raised
         lane.settle(value, error)
         self._ended.put(None)
 
 
-def _take_steps(lane: Lane[T], deadline_s: float) -> T:
-    """Take a lane's steps one after the other, waiting for each message no longer than the deadline.
+def _run_steps(lane: Lane[T], deadline_s: float) -> T:
+    """Run a lane, and wait for each message that it yields until the deadline.
 
     Raises:
-        FerryError: as the steps do.
+        FerryError: as the lane does.
     """
-    peer = lane.meter.peer
     step: Callable[[], Pending] = partial(next, lane.steps)
     while True:
         with lane.at_work:
@@ -89,23 +86,23 @@ def _take_steps(lane: Lane[T], deadline_s: float) -> T:
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
         try:
-            lane.meter.waits_s = time.monotonic()
-            _wait(pending, deadline_s, peer)
+            lane.progress.waiting_since_s = time.monotonic()
+            _wait(pending, deadline_s, lane.progress.peer)
             step = partial(next, lane.steps)
         except FerryError as error:
             step = partial(lane.steps.throw, error)
         finally:
-            lane.meter.waits_s = None
+            lane.progress.waiting_since_s = None
 
 
 def _wait(pending: Pending, deadline_s: float, peer: int) -> None:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise late(peer)
+        raise deadline_passed(peer)
     try:
         pending.wait(left_s)
     except LinkBroken as error:
-        # Another lane's wait was the first to end at the deadline, and the backend closes all at once.
+        # When the wait of one lane times out, gloo closes the connections of all lanes.
         if time.monotonic() >= deadline_s:
-            raise late(peer) from error
+            raise deadline_passed(peer) from error
         raise

@@ -1,7 +1,7 @@
-"""The kit that every link has to pass, ours and others'.
+"""The conformance kit that every link passes, also links of other packages.
 
-`check_link` gives two functions, one for each end of a link. Run them at the same time, each in whatever
-process or thread its end needs.
+`check_link` returns two functions, one for each end of a link. Run them at the same time, in two processes or
+threads.
 """
 
 from __future__ import annotations
@@ -10,132 +10,179 @@ from collections.abc import Callable
 
 import torch
 
-from torchferry.errors import LinkError, LinkTimeout
-from torchferry.links.base import Link
+from torchferry.core.push import ABORT_BYTES, NONCE_BYTES, TransferId
+from torchferry.errors import LinkError, LinkTimeout, PeerGaveUp
+from torchferry.links.base import Channel, Link
 
 _SIZES = (1, 3, 4096, 1 << 20, (8 << 20) + 1)
-_TAG = 7000
+_COUNT = 200
+_NONCE = bytes(range(NONCE_BYTES))
 
 
 def check_link(*, timeout_s: float = 10.0) -> tuple[Callable[[Link, int], None], Callable[[Link, int], None]]:
-    """Give the two halves of the kit: (for the sending end, for the receiving end).
+    """Return the two halves of the kit: (for the sending end, for the receiving end).
 
-    Each takes the link and its peer there, and raises AssertionError if the link breaks a rule.
+    Each takes the link and its peer, and raises AssertionError if the link breaks a rule.
     """
 
     def sending(link: Link, peer: int) -> None:
-        ask_about_itself(link)
-        probe_the_living(link, peer)
-        if link.sends_short:
-            send_short(link, peer, timeout_s)
+        check_properties(link)
+        check_living_peer(link, peer)
+        send_frames(link, peer, timeout_s)
         send_sizes(link, peer, timeout_s)
-        send_out_of_order(link, peer, timeout_s)
+        send_two_transfers(link, peer, timeout_s)
         send_many(link, peer, timeout_s)
+        send_abort(link, peer, timeout_s)
 
     def receiving(link: Link, peer: int) -> None:
-        ask_about_itself(link)
-        probe_the_living(link, peer)
-        if link.sends_short:
-            receive_short(link, peer, timeout_s)
+        check_properties(link)
+        check_living_peer(link, peer)
+        receive_frames(link, peer, timeout_s)
         receive_sizes(link, peer, timeout_s)
-        receive_by_tag(link, peer, timeout_s)
+        receive_two_transfers(link, peer, timeout_s)
         receive_many(link, peer, timeout_s)
+        receive_abort(link, peer, timeout_s)
         receive_nothing(link, peer)
-        break_off(link, peer)
+        close(link, peer)
 
     return sending, receiving
 
 
-def ask_about_itself(link: Link) -> None:
-    """It says of any device whether it takes memory there, and whether messages may be short."""
+def check_properties(link: Link) -> None:
+    """`takes` returns a bool for every device, and transfers get different identifiers."""
     for device in {link.device, torch.device("cpu"), torch.device("meta")}:
-        assert isinstance(link.takes(device), bool), f"takes({device}) does not say yes or no"
-    assert not link.takes(torch.device("meta")), "it takes memory that is none"
-    assert isinstance(link.sends_short, bool), "sends_short does not say yes or no"
+        assert isinstance(link.takes(device), bool), f"takes({device}) does not return a bool"
+    assert not link.takes(torch.device("meta")), "the link takes memory of the meta device"
+    one, two = link.new_transfer(), link.new_transfer()
+    assert one.serial != two.serial, "two transfers have the same serial number"
+    assert one.nonce != two.nonce, "two transfers have the same nonce"
+    assert len(one.nonce) == NONCE_BYTES, f"the nonce has {len(one.nonce)} bytes"
 
 
-def probe_the_living(link: Link, peer: int) -> None:
-    """A peer that is there is not called gone."""
+def check_living_peer(link: Link, peer: int) -> None:
+    """A peer that is alive is not reported as gone."""
     try:
-        link.probe(peer)
+        link.check_peer(peer)
     except LinkError as error:
-        raise AssertionError(f"a peer that is there was called gone: {error}") from error
+        raise AssertionError(f"a living peer was reported as gone: {error}") from error
 
 
-def send_short(link: Link, peer: int, timeout_s: float) -> None:
-    """Send less than the other end has room for, if the link says that this may be."""
-    link.send(_bytes(link, 5, 100), peer, _TAG + 50).wait(timeout_s)
+def _channel(link: Link, peer: int, serial: int) -> Channel:
+    return link.channel(peer, TransferId(0, serial, _NONCE))
 
 
-def receive_short(link: Link, peer: int, timeout_s: float) -> None:
-    """What is shorter than its buffer fills the beginning of it, and nothing else."""
-    buffer = torch.zeros(4096, dtype=torch.uint8, device=link.device)
-    link.recv(buffer, peer, _TAG + 50).wait(timeout_s)
-    assert torch.equal(buffer[:100], _bytes(link, 5, 100)), "a short message arrived changed"
-    assert not buffer[100:].any(), "a short message wrote more than it has"
+def send_frames(link: Link, peer: int, timeout_s: float) -> None:
+    """Send two pairs of a length and a frame."""
+    for number in (0, 1):
+        with link.frames(peer, "send", timeout_s) as frames:
+            for nbytes in (8, 100):
+                frames.send(_bytes(link, number, nbytes)).wait(timeout_s)
+
+
+def receive_frames(link: Link, peer: int, timeout_s: float) -> None:
+    """Frames arrive in order, each behind its length."""
+    for number in (0, 1):
+        with link.frames(peer, "receive", timeout_s) as frames:
+            for nbytes in (8, 100):
+                _check_arrives(link, frames, number, nbytes, timeout_s)
 
 
 def send_sizes(link: Link, peer: int, timeout_s: float) -> None:
-    """Send one message of each size, from the odd to the large."""
+    """Send one message of each size."""
+    channel = _channel(link, peer, 1)
     for number, nbytes in enumerate(_SIZES):
-        link.send(_bytes(link, number, nbytes), peer, _TAG + number).wait(timeout_s)
+        channel.send(_bytes(link, number, nbytes)).wait(timeout_s)
 
 
 def receive_sizes(link: Link, peer: int, timeout_s: float) -> None:
-    """Every byte of every size arrives as it was."""
+    """Every byte of every size arrives unchanged."""
+    channel = _channel(link, peer, 1)
     for number, nbytes in enumerate(_SIZES):
-        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=link.device)
-        link.recv(buffer, peer, _TAG + number).wait(timeout_s)
-        assert torch.equal(buffer, _bytes(link, number, nbytes)), f"{nbytes} bytes arrived changed"
+        _check_arrives(link, channel, number, nbytes, timeout_s)
 
 
-def send_out_of_order(link: Link, peer: int, timeout_s: float) -> None:
-    """Send two messages whose tags the other end takes the other way round."""
-    pending = [link.send(_bytes(link, tag, 100), peer, _TAG + 100 + tag) for tag in (0, 1)]
+def send_two_transfers(link: Link, peer: int, timeout_s: float) -> None:
+    """Send one message in each of two transfers."""
+    pending = [_channel(link, peer, 2 + n).send(_bytes(link, n, 100)) for n in (0, 1)]
     for each in pending:
         each.wait(timeout_s)
 
 
-def receive_by_tag(link: Link, peer: int, timeout_s: float) -> None:
-    """A message goes to the receive with its tag, whichever was posted first."""
+def receive_two_transfers(link: Link, peer: int, timeout_s: float) -> None:
+    """A message goes to its own transfer, although the receives are posted in the other order."""
     buffers = [torch.zeros(100, dtype=torch.uint8, device=link.device) for _ in (0, 1)]
-    pending = {tag: link.recv(buffers[tag], peer, _TAG + 100 + tag) for tag in (1, 0)}
-    for tag in (1, 0):
-        pending[tag].wait(timeout_s)
-        assert torch.equal(buffers[tag], _bytes(link, tag, 100)), f"tag {tag} got another's message"
+    pending = {n: _channel(link, peer, 2 + n).recv(buffers[n]) for n in (1, 0)}
+    for n in (1, 0):
+        pending[n].wait(timeout_s)
+        assert torch.equal(buffers[n], _bytes(link, n, 100)), f"transfer {n} got a message of the other"
 
 
 def send_many(link: Link, peer: int, timeout_s: float) -> None:
-    """Have many messages under way at once."""
-    pending = [link.send(_bytes(link, n, 1000 + n), peer, _TAG + 1000 + n) for n in range(200)]
+    """Send many messages at once."""
+    channel = _channel(link, peer, 4)
+    pending = [channel.send(_bytes(link, n, 1000 + n)) for n in range(_COUNT)]
     for each in pending:
         each.wait(timeout_s)
 
 
 def receive_many(link: Link, peer: int, timeout_s: float) -> None:
-    """Many receives under way at once all get their own message."""
-    buffers = [torch.zeros(1000 + n, dtype=torch.uint8, device=link.device) for n in range(200)]
-    pending = [link.recv(buffer, peer, _TAG + 1000 + n) for n, buffer in enumerate(buffers)]
+    """Many messages of one channel arrive in order."""
+    channel = _channel(link, peer, 4)
+    buffers = [torch.zeros(1000 + n, dtype=torch.uint8, device=link.device) for n in range(_COUNT)]
+    pending = [channel.recv(buffer) for buffer in buffers]
     for each in pending:
         each.wait(timeout_s)
     for n, buffer in enumerate(buffers):
-        assert torch.equal(buffer, _bytes(link, n, 1000 + n)), f"message {n} of many arrived changed"
+        assert torch.equal(buffer, _bytes(link, n, 1000 + n)), f"message {n} of {_COUNT} arrived changed"
+
+
+def send_abort(link: Link, peer: int, timeout_s: float) -> None:
+    """Abort a transfer whose next message is too short for an abort. If the link can't, send the message."""
+    channel = _channel(link, peer, 5)
+    pending = channel.send_abort(7, [4, 4096])
+    for each in pending or [channel.send(_bytes(link, 5, 4)), channel.send(_bytes(link, 5, 4096))]:
+        each.wait(timeout_s)
+
+
+def receive_abort(link: Link, peer: int, timeout_s: float) -> None:
+    """An abort names the failed rank. A message is not taken for an abort."""
+    channel = _channel(link, peer, 5)
+    buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=link.device) for nbytes in (4, 4096)]
+    for buffer in buffers:
+        channel.recv(buffer).wait(timeout_s)
+    channel.raise_if_aborted(bytes(buffers[0].tolist()))
+    failed_rank: int | None = None
+    try:
+        channel.raise_if_aborted(bytes(buffers[1][:ABORT_BYTES].tolist()))
+    except PeerGaveUp as error:
+        failed_rank = error.failed_rank
+    if failed_rank is None:
+        assert torch.equal(buffers[1], _bytes(link, 5, 4096)), "a message arrived changed"
+        return
+    assert failed_rank == 7, f"the abort names rank {failed_rank}"
+    assert not buffers[1][ABORT_BYTES:].any(), "an abort wrote more than its own bytes"
 
 
 def receive_nothing(link: Link, peer: int) -> None:
-    """A wait for what never comes ends in time, as a LinkTimeout. It may break the link."""
+    """A wait for a message that is never sent raises LinkTimeout in time. It may break the link."""
     buffer = torch.zeros(10, dtype=torch.uint8, device=link.device)
     try:
-        link.recv(buffer, peer, _TAG + 9999).wait(0.2)
+        _channel(link, peer, 6).recv(buffer).wait(0.2)
     except LinkTimeout:
         return
-    raise AssertionError("a receive that nobody answers did not raise LinkTimeout")
+    raise AssertionError("a receive that is never answered did not raise LinkTimeout")
 
 
-def break_off(link: Link, peer: int) -> None:
-    """Breaking off raises nothing, whatever has happened before, and however often. Last."""
-    link.break_off(peer)
-    link.break_off(peer)
+def close(link: Link, peer: int) -> None:
+    """Closing raises nothing, however often. This check is the last."""
+    link.close(peer)
+    link.close(peer)
+
+
+def _check_arrives(link: Link, channel: Channel, seed: int, nbytes: int, timeout_s: float) -> None:
+    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=link.device)
+    channel.recv(buffer).wait(timeout_s)
+    assert torch.equal(buffer, _bytes(link, seed, nbytes)), f"{nbytes} bytes arrived changed"
 
 
 def _bytes(link: Link, seed: int, nbytes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.codec import MAGIC, VERSION, Envelope, encode, pack
+from torchferry.core.codec import MAGIC, VERSION, Frame, encode, pack
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.errors import BadManifest, FerryError
 
@@ -59,7 +59,7 @@ def attacks(
 
 def frame_of(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES, **terms: Any) -> bytes:
     """Encode a manifest as an honest sender would, whatever is in it."""
-    return encode(Envelope(manifest, chunk_bytes, **terms))
+    return encode(Frame(manifest, chunk_bytes, **terms))
 
 
 def framed(body: bytes) -> bytes:
@@ -68,7 +68,7 @@ def framed(body: bytes) -> bytes:
 
 
 def raw(envelope: object) -> bytes:
-    """Frame what is in no way an Envelope, as MessagePack."""
+    """Frame what is in no way an Frame, as MessagePack."""
     return framed(pack(envelope))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.hostile.attacks.base import attack, attacks, frame_of, framed, one_value, raw, spec, tensors
-from torchferry.core.codec import MAGIC, VERSION, Envelope, encode
+from torchferry.core.codec import MAGIC, VERSION, Frame, encode
 from torchferry.errors import BadManifest, Corrupted, PeerError
 
 STATE = [0, [], [["value", [], None, None]], [], []]
@@ -15,7 +15,7 @@ attacks(
         "is_of_another_version": lambda: MAGIC + bytes([VERSION + 1]) + b"\x00" * 100,
         "has_a_wrong_digest": lambda: MAGIC + bytes([VERSION]) + b"\x00" * 8 + b"\x93\x01\x02\x03",
         "has_no_body": lambda: framed(b""),
-        "has_bytes_behind_it": lambda: framed(encode(Envelope(one_value(1), 1 << 20))[13:] + b"\xc0"),
+        "has_bytes_behind_it": lambda: framed(encode(Frame(one_value(1), 1 << 20))[13:] + b"\xc0"),
         "has_a_chunk_of_nothing": lambda: raw([STATE, 0]),
         "has_a_chunk_of_one_byte": lambda: raw([STATE, 1]),
         "has_a_chunk_of_2_to_the_62": lambda: raw([STATE, 2**62]),

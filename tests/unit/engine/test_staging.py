@@ -1,4 +1,4 @@
-"""Staged in bounded pieces: whatever the size of the state, what is set aside beside it has a ceiling."""
+"""Staging is bounded, whatever the size of the state, and one transfer leaves its buffers to the next."""
 
 from __future__ import annotations
 
@@ -7,27 +7,38 @@ import torch
 
 from tests.support.transfer import TIMEOUT_S
 from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, group, pull, push, staging
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import (
+    ReceiveOptions,
+    SendOptions,
+    Workspace,
+    receive_state,
+    send_state,
+    staging,
+    workspace,
+)
 from torchferry.errors import LinkTimeout
 from torchferry.links.base import Pending
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Sent
 
 MiB = 1 << 20
+SEND = SendOptions(TIMEOUT_S, MAX_METADATA_BYTES)
+RECEIVE = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES)
 
 
 class Counted(staging.Staging):
-    """Staging that counts what it holds: what it has given out, and what it keeps for later."""
+    """Counts the memory that it holds: buffers in use, and those kept for later."""
 
     most_bytes = 0
 
-    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        super().__init__(device, pinned=pinned)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._given: dict[int, int] = {}
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        buffer = super().take(nbytes)
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        buffer = super().take(nbytes, pinned=pinned)
         storage = buffer.untyped_storage()
         self._given[storage.data_ptr()] = storage.nbytes()
         held = sum(self._given.values()) + sum(free.nbytes for free in self._free)
@@ -40,13 +51,13 @@ class Counted(staging.Staging):
 
 
 @pytest.fixture(autouse=True)
-def _count_what_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def _count_staged_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "most_bytes", 0)
-    monkeypatch.setattr(group, "Staging", Counted)
+    monkeypatch.setattr(workspace, "Staging", Counted)
 
 
-class Lazy(MemoryLink):
-    """A link that takes no memory but its own. What is sent over it goes nowhere."""
+class DroppingLink(MemoryLink):
+    """Takes only its own memory, and drops what is sent."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         super().__init__(network, rank, own_buffers=True)
@@ -61,9 +72,9 @@ class Lazy(MemoryLink):
         return super().recv(buffer, peer, tag)
 
 
-def staged_at_the_sender(state: object) -> Lazy:
-    link = Lazy(MemoryNetwork(), 0)
-    push(link, [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+def staged_at_the_sender(state: object) -> DroppingLink:
+    link = DroppingLink(MemoryNetwork(), 0)
+    send_state(link, [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     return link
 
 
@@ -77,9 +88,11 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_sender() -> None:
 def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
     network = MemoryNetwork()
     large = torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)
-    push(network.link(0), [1], {"large": large}, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    link = Lazy(network, 1)
-    received, _ = pull(link, 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: {"large": large}))
+    send_state(network.link(0), [1], {"large": large}, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
+    link = DroppingLink(network, 1)
+    received, _ = receive_state(
+        link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: {"large": large})
+    )
     assert isinstance(received, dict)
     assert received["large"] is large
     assert link.largest == CHUNK_BYTES
@@ -89,7 +102,7 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
 def test_a_large_strided_tensor_is_staged_in_pieces_too() -> None:
     column = torch.zeros(8 * MiB, 16, dtype=torch.uint8)[:, :8]
     network = MemoryNetwork()
-    push(network.link(0), [1], {"c": column}, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], {"c": column}, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     assert Counted.most_bytes <= WINDOW_BYTES
 
 
@@ -109,8 +122,8 @@ def test_tensors_of_many_sizes_do_not_each_leave_a_buffer_behind(sizes: list[int
     assert Counted.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES
 
 
-class OnlyFrames(MemoryLink):
-    """A link that takes no memory but its own, and loses all but the length and the frame."""
+class FramesOnlyLink(MemoryLink):
+    """Takes only its own memory, and drops all but the length and the frame."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         return super().send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()
@@ -120,75 +133,68 @@ def many_small() -> dict[str, torch.Tensor]:
     return {str(n): torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
 
 
-class TestTheNextTransferOnTheGroup:
-    """What one transfer has staged in is left to the next, at both ends."""
+CPU = torch.device("cpu")
 
-    def test_stages_in_the_same_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[int] = []
-        original = torch.empty
 
-        def watched(*args: object, **kwargs: object) -> torch.Tensor:
-            tensor = original(*args, **kwargs)  # type: ignore[call-overload]
-            if tensor.dtype == torch.uint8 and tensor.nbytes > MiB // 2:
-                made.append(tensor.nbytes)
-            return tensor  # type: ignore[no-any-return]
+def test_the_next_transfer_stages_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = torch.empty
 
-        network, ends = MemoryNetwork(), [group.Group(), group.Group()]
-        monkeypatch.setattr(torch, "empty", watched)
-        for turn in range(3):
-            before = len(made)
-            push(network.link(0), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES), ends[0])
-            state, _ = pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES), ends[1])
-            assert isinstance(state, dict)
-            assert all(torch.equal(state[key], value) for key, value in many_small().items())
-            assert (len(made) > before) == (turn == 0)
+    def record(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = original(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.dtype == torch.uint8 and tensor.nbytes > MiB // 2:
+            made.append(tensor.nbytes)
+        return tensor  # type: ignore[no-any-return]
 
-    def test_gets_none_of_what_a_failed_one_may_still_be_written_to(self) -> None:
-        network, end = MemoryNetwork(), group.Group(lasting=False)
-        # Only the frame arrives, so that every receive of the payload is left behind.
-        push(OnlyFrames(network, 0, own_buffers=True), [1], many_small(), Push(TIMEOUT_S, MAX_METADATA_BYTES))
-        with pytest.raises(LinkTimeout):
-            pull(network.link(1), 0, Pull(0.2, MAX_METADATA_BYTES), end)
-        assert not end._stagings
+    network, sending, receiving = MemoryNetwork(), Workspace(CPU), Workspace(CPU)
+    monkeypatch.setattr(torch, "empty", record)
+    for turn in range(3):
+        before = len(made)
+        send_state(network.link(0), [1], many_small(), SEND, sending)
+        state, _ = receive_state(network.link(1), 0, RECEIVE, receiving)
+        assert isinstance(state, dict)
+        assert all(torch.equal(state[key], value) for key, value in many_small().items())
+        assert (len(made) > before) == (turn == 0)
+
+
+def test_the_next_transfer_gets_no_buffer_of_a_failed_one() -> None:
+    network, receiving = MemoryNetwork(), Workspace(CPU)
+    # Only the frame arrives, so that every receive of the payload stays pending.
+    send_state(FramesOnlyLink(network, 0, own_buffers=True), [1], many_small(), SEND)
+    with pytest.raises(LinkTimeout):
+        receive_state(network.link(1), 0, ReceiveOptions(0.2, MAX_METADATA_BYTES), receiving)
+    assert not receiving.staging._free
 
 
 class TestStagingForAnAccelerator:
-    """None is there to run it on: only what is asked for, and what is done where there is none."""
+    """There is none to run it on. These tests check the request, and the fallback."""
 
     def test_is_page_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[dict[str, object]] = []
+        requested: list[dict[str, object]] = []
 
-        def empty(*_: object, **terms: object) -> torch.Tensor:
-            asked.append(terms)
+        def empty(*_: object, **keywords: object) -> torch.Tensor:
+            requested.append(keywords)
             return torch.zeros(MiB, dtype=torch.uint8)
 
         monkeypatch.setattr(torch, "empty", empty)
-        staging.Staging(torch.device("cpu"), pinned=True).take(MiB)
-        assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
+        staging.Staging(CPU).take(MiB, pinned=True)
+        assert requested == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
     def test_falls_back_to_plain_memory(self) -> None:
         if torch.accelerator.is_available():
-            pytest.skip("there is one here")
-        assert staging.Staging(torch.device("cpu"), pinned=True).take(MiB).nbytes == MiB
+            pytest.skip("this machine has an accelerator")
+        assert staging.Staging(CPU).take(MiB, pinned=True).nbytes == MiB
 
-    def test_is_not_mixed_up_with_the_other(self) -> None:
-        end = group.Group()
-        plain, locked = (end.staging(torch.device("cpu"), pinned=pinned) for pinned in (False, True))
-        end.keep(plain)
-        end.keep(locked)
-        assert end.staging(torch.device("cpu"), pinned=True) is locked
-        assert end.staging(torch.device("cpu")) is plain
-
-    def test_is_found_again_where_the_link_works_on_one(self) -> None:
-        end = group.Group()
-        kept = end.staging(torch.device("meta"), pinned=True)
-        end.keep(kept)
-        assert end.staging(torch.device("meta"), pinned=True) is kept
+    def test_does_not_get_a_plain_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        buffers = staging.Staging(CPU)
+        plain = buffers.take(MiB)
+        buffers.give_back(plain)
+        assert buffers.take(MiB, pinned=True).data_ptr() != plain.data_ptr()
+        assert buffers.take(MiB).data_ptr() == plain.data_ptr()
 
 
-def test_what_was_staged_under_inference_mode_can_be_written_to_without() -> None:
-    end = group.Group()
+def test_a_buffer_from_inference_mode_can_be_written_outside_of_it() -> None:
+    buffers = staging.Staging(CPU)
     with torch.inference_mode():
-        buffers = end.staging(torch.device("cpu"))
         buffers.give_back(buffers.take(MiB))
     buffers.take(MiB).fill_(1)

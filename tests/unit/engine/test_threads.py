@@ -1,4 +1,4 @@
-"""The caller of a transfer, asleep while threads take the lanes' steps."""
+"""The caller of a transfer sleeps while threads run the lanes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from torchferry.core.watch import Rules
+from torchferry.core.watch import Limits
 from torchferry.engine.lanes import Lane
-from torchferry.engine.meter import Meter
+from torchferry.engine.progress import Cancellation, Progress
 from torchferry.engine.threads import ThreadRunner
 
 
@@ -22,12 +22,12 @@ def one_lane() -> Lane[Any]:
         yield from ()
         return "done"
 
-    return Lane(Meter(1, "send"), steps())
+    return Lane(Progress(1), Cancellation(), steps())
 
 
 @contextmanager
 def ctrl_c_before_line(number: int) -> Iterator[None]:
-    """Raise what Ctrl-C raises, just before so many lines of Python have been run."""
+    """Raise KeyboardInterrupt before the given line of Python that is executed."""
     left = number
 
     def trace(frame: Any, event: str, arg: object) -> Any:
@@ -47,7 +47,7 @@ def ctrl_c_before_line(number: int) -> Iterator[None]:
 
 @pytest.fixture
 def _nothing_is_collected() -> Iterator[None]:
-    """Finalizers of what other tests have left would be counted, and interrupted, too."""
+    """Finalizers of other tests' objects would be counted and interrupted too."""
     gc.collect()
     gc.disable()
     yield
@@ -56,7 +56,7 @@ def _nothing_is_collected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("number", range(1, 40))
-def test_ctrl_c_at_any_line_of_a_sleep_is_nothing_but_ctrl_c(number: int) -> None:
+def test_ctrl_c_at_any_line_of_a_sleep_raises_keyboard_interrupt_and_breaks_nothing(number: int) -> None:
     runner, lane = ThreadRunner(), one_lane()
     until_s = time.monotonic() + 0.01
     try:
@@ -64,7 +64,7 @@ def test_ctrl_c_at_any_line_of_a_sleep_is_nothing_but_ctrl_c(number: int) -> Non
             runner.sleep([lane], until_s)
     except KeyboardInterrupt:
         pass
-    runner.start(lane, Rules(time.monotonic() + 5.0))
+    runner.start(lane, Limits(time.monotonic() + 5.0))
     runner.sleep([lane], time.monotonic() + 5.0)
-    assert lane.over, "the thread can't say that it has ended"
+    assert lane.over, "the thread did not settle the lane"
     assert lane.value == "done"

@@ -1,4 +1,4 @@
-"""Every link passes the kit; and a link that breaks a rule does not."""
+"""Every link passes the kit, and the kit finds a link that breaks a rule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cluster import Cluster
+from torchferry.core.push import TransferId
 from torchferry.errors import LinkBroken
 from torchferry.links.base import Link, Pending
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.testing import MemoryLink, MemoryNetwork, check_link
+from torchferry.testing.memory_link import Receipt
 
 
 def run_kit_in_threads(sender: Link, receiver: Link) -> None:
@@ -40,8 +42,31 @@ def test_a_process_group_passes(pair: Cluster) -> None:
     pair.run(run_kit_on_gloo)
 
 
-class Flipping(MemoryLink):
-    """Turns one bit of every large message."""
+@pytest.mark.parametrize("sends_short", [False, True])
+def test_a_link_that_accepts_short_messages_passes(sends_short: bool) -> None:
+    network = MemoryNetwork()
+    run_kit_in_threads(ShortLink(network, 0, sends_short), ShortLink(network, 1, sends_short))
+
+
+class ShortLink(MemoryLink):
+    """Lets a message be shorter than its buffer, as gloo does."""
+
+    def __init__(self, network: MemoryNetwork, rank: int, sends_short: bool = True) -> None:
+        super().__init__(network, rank)
+        self.sends_short = sends_short
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        return ShortReceipt(self._network, (peer, self._rank, tag), buffer)
+
+
+class ShortReceipt(Receipt):
+    def wait(self, timeout_s: float) -> None:
+        message = self._network.get(self._address, timeout_s)
+        self._buffer[: message.nbytes].copy_(message)
+
+
+class FlippingLink(MemoryLink):
+    """Flips one bit of every large message."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         changed = buffer.clone()
@@ -50,7 +75,7 @@ class Flipping(MemoryLink):
         return super().send(changed, peer, tag)
 
 
-class Mixing(MemoryLink):
+class LinkWithoutTags(MemoryLink):
     """Ignores tags."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -60,47 +85,52 @@ class Mixing(MemoryLink):
         return super().recv(buffer, peer, 0)
 
 
-class Greedy(MemoryLink):
+class LinkForAnyMemory(MemoryLink):
     """Claims to take any memory."""
 
     def takes(self, device: torch.device) -> bool:
         return True
 
 
-class Mourning(MemoryLink):
-    """Calls a peer gone that is there."""
+class LinkWithDeadPeers(MemoryLink):
+    """Reports a living peer as gone."""
 
-    def probe(self, peer: int) -> None:
+    def check_peer(self, peer: int) -> None:
         raise LinkBroken(f"rank {peer} is gone", peer=peer)
 
 
-class Boasting(MemoryLink):
-    """Says that messages may be short, and fills the whole buffer whatever comes."""
-
-    sends_short = True
+class OverwritingLink(ShortLink):
+    """Writes to the whole buffer although the message is short."""
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        short = buffer[:100] if buffer.numel() == 4096 else buffer
         buffer[-1] = 1
-        return super().recv(short, peer, tag)
+        return super().recv(buffer, peer, tag)
 
 
-class Clinging(MemoryLink):
-    """Does not know how to end."""
+class LinkThatDoesNotClose(MemoryLink):
+    """Raises when it is closed."""
 
-    def break_off(self, peer: int) -> None:
-        raise AssertionError("not to be broken off")
+    def close(self, peer: int) -> None:
+        raise AssertionError("close raised")
+
+
+class LinkWithOneTransfer(MemoryLink):
+    """Gives all transfers the same identifier."""
+
+    def new_transfer(self) -> TransferId:
+        return TransferId(0, 1, bytes(16))
 
 
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        (Flipping, "arrived changed"),
-        (Mixing, "another's message"),
-        (Greedy, "memory that is none"),
-        (Mourning, "called gone"),
-        (Boasting, "wrote more than it has"),
-        (Clinging, "not to be broken off"),
+        (FlippingLink, "arrived changed"),
+        (LinkWithoutTags, "got a message of the other"),
+        (LinkForAnyMemory, "takes memory of the meta device"),
+        (LinkWithDeadPeers, "reported as gone"),
+        (OverwritingLink, "wrote more than its own bytes"),
+        (LinkThatDoesNotClose, "close raised"),
+        (LinkWithOneTransfer, "same serial number"),
     ],
 )
 def test_the_kit_finds_a_link_that_breaks_a_rule(broken: type[MemoryLink], complaint: str) -> None:
@@ -109,7 +139,7 @@ def test_the_kit_finds_a_link_that_breaks_a_rule(broken: type[MemoryLink], compl
         run_kit_in_threads(broken(network, 0), broken(network, 1))
 
 
-def test_whoever_waits_for_a_rank_that_is_gone_is_told() -> None:
+def test_a_wait_for_a_rank_that_left_the_network_fails() -> None:
     network = MemoryNetwork()
     waiting = network.link(1).recv(torch.zeros(4, dtype=torch.uint8), 0, 5)
     network.close(0)

@@ -17,7 +17,7 @@ from torchft.process_group import (
 
 from tests.support.cluster import HOST, Cluster
 from torchferry import BadArgument, PGTransport
-from torchferry.links.process_group import ProcessGroupLink, innermost, is_lasting, rank_in, size_of
+from torchferry.links.process_group import ProcessGroupLink, innermost, rank_in, size_of
 
 
 class Wrapper(dist.ProcessGroup):
@@ -60,7 +60,7 @@ def transfer_both_ways(rank: int, kind: str, store: str) -> dict[str, Any]:
     """Rank 1 to rank 0, which has to know its own rank, and back."""
     group = wrap(kind, store, rank)
     here = PGTransport(group, 10, "cpu")
-    found: dict[str, Any] = {"rank": rank_in(group), "size": size_of(group), "lasting": is_lasting(group)}
+    found: dict[str, Any] = {"rank": rank_in(group), "size": size_of(group)}
     found["gloo"] = ProcessGroupLink(group, torch.device("cpu")).sends_short
     for wrong in (rank, 2):
         with pytest.raises(BadArgument) as raised:
@@ -81,7 +81,7 @@ def test_the_true_rank_is_found_behind_every_wrapper(kind: str, pair: Cluster) -
     server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     answers = pair.run(transfer_both_ways, kind, f"{HOST}:{server.port}/{uuid.uuid4()}")
     for rank, found in enumerate(answers):
-        assert (found["rank"], found["size"], found["lasting"], found["gloo"]) == (rank, 2, False, True)
+        assert (found["rank"], found["size"], found["gloo"]) == (rank, 2, True)
         assert "this process itself" in found["itself"]
         assert "ranks 0 to 1" in found["outside"]
         assert found["received"] == [1.0 - rank] * 3

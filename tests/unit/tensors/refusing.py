@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import PeerGaveUp, Unsendable
 from torchferry.testing import MemoryNetwork
 
@@ -14,9 +14,11 @@ def refusal_of(state: object) -> Unsendable:
     """Give the error that sending the state ends in."""
     network = MemoryNetwork()
     with pytest.raises(Unsendable) as raised:
-        push(network.link(0), [1], state, Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
+        send_state(
+            network.link(0), [1], state, SendOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
+        )
     with pytest.raises(PeerGaveUp, match="refused to send its state") as told:
-        pull(network.link(1), 0, Pull(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
+        receive_state(network.link(1), 0, ReceiveOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
     assert network.messages == 2, "something was sent beside the refusal"
     assert (raised.value.path or "") in str(told.value)
     assert raised.value.phase == "describe"

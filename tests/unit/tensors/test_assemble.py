@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from torchferry.core.codec import Envelope, encode, pack
+from torchferry.core.codec import Frame, encode, pack
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import make_plan
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
-from torchferry.engine import Pull, pull
+from torchferry.core.push import TransferId
+from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import BadManifest, FerryError
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.testing import MemoryNetwork
 
 WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)
@@ -31,16 +32,17 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
     """Receive a state that holds one leaf at `model.odd`, with a payload of zeros."""
     inner, outer = Branch("dict", (0,), ("odd",)), Branch("dict", (~1,), ("model",))
     manifest = Manifest(~0, (outer, inner), (leaf,), tensors, (64,) if tensors else ())
-    frame = encode(Envelope(manifest, 1 << 20))
+    frame = encode(Frame(manifest, 1 << 20))
     network = MemoryNetwork()
     link = network.link(0)
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    channel = link.channel(1, TransferId(0, 0, b""))
     for message in make_plan(manifest).messages:
-        link.send(torch.zeros(message.nbytes, dtype=torch.uint8), 1, Tags(0, 0).of(message))
-    terms = Pull(5, 1 << 20, target=None if into is None else lambda: {"model": {"odd": into}})
+        channel.send(torch.zeros(message.nbytes, dtype=torch.uint8))
+    terms = ReceiveOptions(5, 1 << 20, target=None if into is None else lambda: {"model": {"odd": into}})
     try:
-        return pull(network.link(1), 0, terms)[0]
+        return receive_state(network.link(1), 0, terms)[0]
     finally:
         assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
 
@@ -151,9 +153,9 @@ def test_in_place_a_malformed_leaf_is_refused_before_anything_is_written() -> No
 )
 def test_a_malformed_container_is_refused_and_names_nothing_that_is_imported(branch: Branch) -> None:
     manifest = Manifest(~0, (branch,), (Leaf("value"),), (), ())
-    frame = encode(Envelope(manifest, 1 << 20))
+    frame = encode(Frame(manifest, 1 << 20))
     network = MemoryNetwork()
     network.link(0).send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     network.link(0).send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     with pytest.raises(FerryError):
-        pull(network.link(1), 0, Pull(5, 1 << 20))
+        receive_state(network.link(1), 0, ReceiveOptions(5, 1 << 20))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
 from torchferry.core.tree import MAX_DEPTH
@@ -91,16 +91,16 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_container_arrives_as_it_was(name: str) -> None:
-    assert_same(CONTAINERS[name], ferry(CONTAINERS[name]).state)
+    assert_same(CONTAINERS[name], transfer(CONTAINERS[name]).state)
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_container_is_found_again_in_place(name: str) -> None:
-    local = ferry(CONTAINERS[name]).state
+    local = transfer(CONTAINERS[name]).state
     mine = tensors_in(local)
     for tensor in mine:
         tensor.zero_()
-    received = ferry(CONTAINERS[name], into=local).state
+    received = transfer(CONTAINERS[name], into=local).state
     assert_same(CONTAINERS[name], received)
     assert [id(tensor) for tensor in tensors_in(received)] == [id(tensor) for tensor in mine]
 
@@ -120,7 +120,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def test_a_counter_still_counts_and_a_defaultdict_still_fills() -> None:
-    received = ferry({"c": Counter("aab"), "d": defaultdict(int, x=1)}).state
+    received = transfer({"c": Counter("aab"), "d": defaultdict(int, x=1)}).state
     assert received["c"].most_common(1) == [("a", 2)]
     assert received["d"]["new"] == 0
 
@@ -128,7 +128,7 @@ def test_a_counter_still_counts_and_a_defaultdict_still_fills() -> None:
 def test_a_module_s_metadata_is_kept() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     state = model.state_dict()
-    received = ferry({"model": state, "step": 3}).state["model"]
+    received = transfer({"model": state, "step": 3}).state["model"]
     assert_same(state, received)
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
     assert received._metadata["1"] == {"version": 2}
@@ -138,7 +138,7 @@ def test_a_module_s_metadata_is_kept() -> None:
 def test_in_place_the_metadata_that_arrives_is_the_one_that_is_returned() -> None:
     incoming, local = torch.nn.BatchNorm1d(3).state_dict(), torch.nn.BatchNorm1d(3).state_dict()
     local._metadata[""]["version"] = 1  # type: ignore[attr-defined]
-    received = ferry(incoming, into=local).state
+    received = transfer(incoming, into=local).state
     assert received._metadata[""]["version"] == 2
 
 
@@ -172,10 +172,10 @@ def test_an_optimizer_s_state_arrives_fresh_and_in_place(name: str) -> None:
         return state
 
     state = after_a_step(1)
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
     if name != "LBFGS":  # whose history is as long as it happened to be
         local = after_a_step(2)
-        received = ferry(state, into=local).state
+        received = transfer(state, into=local).state
         assert_same(state, received)
         own = {name: value for name, value in local["state"][0].items() if isinstance(value, torch.Tensor)}
         assert own
@@ -194,7 +194,7 @@ SCHEDULERS: dict[str, Any] = {
 def test_a_scheduler_s_state_arrives(name: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
     state = SCHEDULERS[name](optimizer).state_dict()
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
 
 
 class Unregistered(NamedTuple):
@@ -266,7 +266,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def test_states_are_carried_up_to_the_greatest_depth_and_no_deeper() -> None:
-    received = ferry(nested(MAX_DEPTH)).state
+    received = transfer(nested(MAX_DEPTH)).state
     for _ in range(MAX_DEPTH):
         (received,) = received
     assert torch.equal(received, torch.ones(1))
@@ -286,7 +286,7 @@ def test_a_container_in_too_many_places_is_refused_at_the_sender(levels: int) ->
 
 def test_a_container_in_two_places_arrives_as_two_with_the_same_tensors() -> None:
     shared = {"w": torch.ones(2), "n": 1}
-    received = ferry({"a": shared, "b": shared}).state
+    received = transfer({"a": shared, "b": shared}).state
     assert_same({"a": dict(shared), "b": dict(shared)}, received)
     assert received["a"] is not received["b"]
     assert received["a"]["w"] is received["b"]["w"]
@@ -342,7 +342,7 @@ def test_a_dataclass_that_is_also_a_container_keeps_its_fields_and_its_items(
     name: str, in_place: bool
 ) -> None:
     original = BOTH[name]()
-    received = ferry({"o": original}, into={"o": BOTH[name]()} if in_place else None).state["o"]
+    received = transfer({"o": original}, into={"o": BOTH[name]()} if in_place else None).state["o"]
     assert type(received) is type(original)
     assert_same(vars(original), vars(received))
     plain = dict if isinstance(original, dict) else list
@@ -392,7 +392,7 @@ class OnSlots(Slotted):
 
 def test_what_a_base_keeps_in_slots_is_not_lost_without_a_word() -> None:
     plain: Any = OnSlots(1)
-    assert ferry(plain).state == plain
+    assert transfer(plain).state == plain
     plain.beside = torch.ones(1)
     assert "attributes beside its fields (beside)" in refusal_at_a_path(plain)
     hidden = OnSlots(1)

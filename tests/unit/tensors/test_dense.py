@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same, bytes_of
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 
 ALL_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -48,7 +48,7 @@ def test_the_dtypes_of_this_torch_are_all_here() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives_bit_for_bit(dtype: torch.dtype, own_buffers: bool) -> None:
     state = {"w": noise(dtype), "turned": noise(dtype, (4, 2)).t()}
-    ferried = ferry(state, own_buffers=own_buffers)
+    ferried = transfer(state, own_buffers=own_buffers)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == (15 + 8) * dtype.itemsize
 
@@ -58,7 +58,7 @@ def test_every_dtype_can_be_written_into_another_layout(dtype: torch.dtype) -> N
     """Also those for which torch has no kernel to copy with."""
     turned, whole = noise(dtype, (5, 3)).t(), noise(dtype, (5,)).as_strided((3, 3), (1, 1))
     local = {"turned": zeros_like(turned), "whole": zeros_like(whole)}
-    ferry({"turned": turned, "whole": whole}, into=local)
+    transfer({"turned": turned, "whole": whole}, into=local)
     assert bytes_of(local["turned"]) == bytes_of(turned)
     assert bytes_of(local["whole"]) == bytes_of(whole)
 
@@ -95,7 +95,7 @@ def test_every_layout_arrives_with_its_strides_and_costs_only_its_own_bytes(
     name: str, own_buffers: bool
 ) -> None:
     tensor, nbytes = LAYOUTS[name]
-    ferried = ferry({"t": tensor}, own_buffers=own_buffers)
+    ferried = transfer({"t": tensor}, own_buffers=own_buffers)
     assert_same({"t": tensor}, ferried.state)
     assert ferried.payload_bytes == nbytes
 
@@ -105,20 +105,20 @@ def test_every_layout_arrives_with_its_strides_and_costs_only_its_own_bytes(
 def test_every_layout_can_be_written_into_a_contiguous_tensor(name: str, own_buffers: bool) -> None:
     tensor, _ = LAYOUTS[name]
     local = torch.full(tensor.shape, -1.0)
-    received = ferry({"t": tensor}, into={"t": local}, own_buffers=own_buffers).state
+    received = transfer({"t": tensor}, into={"t": local}, own_buffers=own_buffers).state
     assert received["t"] is local
     assert torch.equal(local, tensor)
 
 
 def test_channels_last_is_still_channels_last() -> None:
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    received = ferry({"image": image}).state["image"]
+    received = transfer({"image": image}).state["image"]
     assert received.is_contiguous(memory_format=torch.channels_last)
     assert not received.is_contiguous()
 
 
 def test_a_received_tensor_can_be_written_and_grown() -> None:
-    received = ferry({"t": BASE[10:20]}).state["t"]
+    received = transfer({"t": BASE[10:20]}).state["t"]
     received.add_(1).resize_(40)
     assert received[0] == 11
     assert BASE[10] == 10
@@ -130,8 +130,8 @@ def test_the_size_of_the_chunks_makes_no_difference(chunk_bytes: int) -> None:
     # Apart, or they would be one storage, cut at other places.
     state = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in state.items()}
     state["columns"] = LAYOUTS["columns"][0]
-    assert_same(state, ferry(state, chunk_bytes=chunk_bytes).state)
-    assert_same(state, ferry(state, chunk_bytes=chunk_bytes, own_buffers=True).state)
+    assert_same(state, transfer(state, chunk_bytes=chunk_bytes).state)
+    assert_same(state, transfer(state, chunk_bytes=chunk_bytes, own_buffers=True).state)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -142,7 +142,7 @@ def test_parameters_and_requires_grad_are_kept(requires_grad: bool, own_buffers:
         "tensor": torch.randn(3).requires_grad_(requires_grad),
         "view": torch.randn(4, 4)[1].requires_grad_(requires_grad),
     }
-    received = ferry(state, own_buffers=own_buffers).state
+    received = transfer(state, own_buffers=own_buffers).state
     assert_same(state, received)
     assert type(received["parameter"]) is torch.nn.Parameter
     assert all(value.is_leaf for value in received.values())
@@ -153,7 +153,7 @@ def test_parameters_and_requires_grad_are_kept(requires_grad: bool, own_buffers:
 
 def test_a_result_of_autograd_arrives_as_a_leaf_that_requires_grad() -> None:
     computed = torch.ones(3, requires_grad=True) * 2
-    received = ferry({"t": computed}).state["t"]
+    received = transfer({"t": computed}).state["t"]
     assert received.requires_grad
     assert received.is_leaf
     assert torch.equal(received, computed)
@@ -161,7 +161,7 @@ def test_a_result_of_autograd_arrives_as_a_leaf_that_requires_grad() -> None:
 
 def test_an_integer_parameter_is_kept() -> None:
     state = {"p": torch.nn.Parameter(torch.arange(3), requires_grad=False)}
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
@@ -174,7 +174,7 @@ def test_conj_and_neg_views_are_kept_as_views(dtype: torch.dtype) -> None:
         "both": torch._neg_view(base.conj()),
         "strided": base.conj()[::2],
     }
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.state["conj"].is_conj()
     assert ferried.state["imag of conj"].is_neg()
@@ -183,7 +183,7 @@ def test_conj_and_neg_views_are_kept_as_views(dtype: torch.dtype) -> None:
 
 def test_a_conj_view_that_requires_grad_is_kept() -> None:
     state = {"t": torch.tensor([1 + 2j, 3 - 4j]).conj().requires_grad_()}
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
 
 
 @pytest.mark.parametrize("own_buffers", [False, True])
@@ -191,7 +191,7 @@ def test_a_conj_view_that_requires_grad_is_kept() -> None:
 def test_conj_views_are_resolved_where_the_two_sides_differ(dtype: torch.dtype, own_buffers: bool) -> None:
     base = torch.tensor([1 + 2j, 3 - 4j, 5 + 6j], dtype=dtype)
     plain, conj = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype).conj()
-    ferry({"a": base.conj(), "b": base}, into={"a": plain, "b": conj}, own_buffers=own_buffers)
+    transfer({"a": base.conj(), "b": base}, into={"a": plain, "b": conj}, own_buffers=own_buffers)
     assert plain.tolist() == [1 - 2j, 3 + 4j, 5 - 6j]
     assert conj.is_conj()
     assert conj.tolist() == base.tolist()
@@ -200,7 +200,7 @@ def test_conj_views_are_resolved_where_the_two_sides_differ(dtype: torch.dtype, 
 def test_neg_views_are_resolved_where_the_two_sides_differ() -> None:
     plain, neg = torch.zeros(2), torch._neg_view(torch.zeros(2))
     incoming = {"a": torch._neg_view(torch.tensor([1.0, -2.0])), "b": torch.tensor([3.0, -4.0])}
-    ferry(incoming, into={"a": plain, "b": neg})
+    transfer(incoming, into={"a": plain, "b": neg})
     assert plain.tolist() == [-1.0, 2.0]
     assert neg.tolist() == [3.0, -4.0]
 
@@ -208,15 +208,15 @@ def test_neg_views_are_resolved_where_the_two_sides_differ() -> None:
 def test_tensors_of_inference_mode_travel_and_can_be_written() -> None:
     with torch.inference_mode():
         state, local = {"t": torch.arange(3.0)}, {"t": torch.zeros(3)}
-    assert ferry(state).state["t"].tolist() == [0, 1, 2]
-    assert ferry(state, into=local).state["t"] is local["t"]
+    assert transfer(state).state["t"].tolist() == [0, 1, 2]
+    assert transfer(state, into=local).state["t"] is local["t"]
     assert local["t"].tolist() == [0, 1, 2]
 
 
 def test_autograd_is_told_that_a_tensor_was_written_in_place() -> None:
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
-    ferry({"w": torch.zeros(3)}, into={"w": weight})
+    transfer({"w": torch.zeros(3)}, into={"w": weight})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

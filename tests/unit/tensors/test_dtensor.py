@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import StateMismatch
 from torchferry.tensors.kinds import Site
 from torchferry.testing import MemoryNetwork
@@ -64,7 +64,7 @@ EXAMPLES: dict[str, Callable[[DeviceMesh], Any]] = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_placement_arrives_on_an_equal_mesh_seen_from_this_rank(name: str, mesh: DeviceMesh) -> None:
     original = EXAMPLES[name](mesh)
-    received = ferry({"d": original}).state["d"]
+    received = transfer({"d": original}).state["d"]
     assert_same(original, received)
     assert received._spec == original._spec
     assert received.device_mesh == original.device_mesh
@@ -80,7 +80,7 @@ def test_operations_on_what_arrived_leave_the_living_mesh_its_groups(mesh: Devic
         "tensor": original,
         "parameter": torch.nn.Parameter(on(mesh, Shard(1), Shard(1))),
     }
-    received = ferry(state).state
+    received = transfer(state).state
     received["tensor"] * 7
     received["tensor"] + original
     results: list[Any] = [original * 7, original + original, state["parameter"].detach()]
@@ -91,7 +91,7 @@ def test_operations_on_what_arrived_leave_the_living_mesh_its_groups(mesh: Devic
 def test_groups_that_meshes_are_made_with_are_taken_before_others(mesh: DeviceMesh) -> None:
     """Two groups of the same ranks: ranks that disagree on which to use would wait for each other."""
     dist.new_group([0, 1])
-    received = ferry({"d": on(mesh, Shard(0), Shard(1))}).state["d"]
+    received = transfer({"d": on(mesh, Shard(0), Shard(1))}).state["d"]
     assert received.device_mesh.get_group("inner") == mesh.get_group("inner")
 
 
@@ -100,7 +100,7 @@ def test_a_mesh_that_this_process_is_not_in_has_no_groups_here(mesh: DeviceMesh)
     original = DTensor.from_local(
         torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
     )
-    received = ferry({"d": original}).state["d"]
+    received = transfer({"d": original}).state["d"]
     assert received.device_mesh.get_coordinate() is None
     with pytest.raises(RuntimeError, match="not initialized"):
         received.device_mesh.get_group()
@@ -108,7 +108,7 @@ def test_a_mesh_that_this_process_is_not_in_has_no_groups_here(mesh: DeviceMesh)
 
 def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> None:
     original = on(mesh, Shard(0), Shard(1))
-    received = ferry({"d": original}).state["d"]
+    received = transfer({"d": original}).state["d"]
     total = original + received
     assert torch.equal(total.to_local(), 2 * original.to_local())
 
@@ -116,13 +116,13 @@ def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> Non
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "mesh" not in name])
 def test_a_fresh_dtensor_is_bound_to_the_mesh_that_the_receiver_names(name: str, mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    received = ferry({"d": EXAMPLES[name](mesh)}, site=Site(mesh=mine)).state["d"]
+    received = transfer({"d": EXAMPLES[name](mesh)}, context=Site(mesh=mine)).state["d"]
     assert received.device_mesh is mine
 
 
 def test_a_fresh_dtensor_is_bound_to_a_slice_of_that_mesh_where_its_own_was_a_slice(mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("third", "inner"))
-    received = ferry({"d": on(mesh["inner"], Shard(0))}, site=Site(mesh=mine)).state["d"]
+    received = transfer({"d": on(mesh["inner"], Shard(0))}, context=Site(mesh=mine)).state["d"]
     assert received.device_mesh == mine["inner"]
     assert received.device_mesh.get_group() == mine.get_group("inner")
 
@@ -135,7 +135,7 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh)
         "replicated": on(mesh, Replicate(), Replicate()),
     }
     with pytest.raises(StateMismatch) as raised:
-        ferry(state, site=Site(mesh=line))
+        transfer(state, context=Site(mesh=line))
     assert [tuple(mismatch) for mismatch in raised.value.mismatches] == [
         ("d", "mesh", "2 (inner)", "mesh=4 (line)"),
         ("e", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),
@@ -146,9 +146,9 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh)
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, state: Any) -> Any:
     """Receive fresh as another rank of the same world."""
     network = MemoryNetwork()
-    push(network.link(0), [1], state, Push(10, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], state, SendOptions(10, MAX_METADATA_BYTES))
     monkeypatch.setattr(dist, "get_rank", lambda *_: rank)
-    return pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))[0]
+    return receive_state(network.link(1), 0, ReceiveOptions(10, MAX_METADATA_BYTES))[0]
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_in_place_a_shard_does_not_land_in_another_shard_s_place(
     with pytest.raises(
         StateMismatch, match=r"position of the shard in the mesh: incoming \(\*, 1\), local \(\*, 0\)"
     ):
-        ferry({"d": on(mesh, Replicate(), Shard(0))}, into=local)
+        transfer({"d": on(mesh, Replicate(), Shard(0))}, into=local)
     assert not local["d"]._local_tensor.any()
     monkeypatch.setattr(turned, "get_coordinate", lambda: [1, 1])
-    ferry({"d": on(mesh, Replicate(), Shard(0))}, into=local)
+    transfer({"d": on(mesh, Replicate(), Shard(0))}, into=local)
     assert torch.equal(local["d"]._local_tensor, torch.arange(6.0).view(2, 3))
 
 
@@ -224,7 +224,7 @@ def test_in_place_the_local_dtensor_keeps_its_own_mesh(
         shape=incoming.shape,
         stride=incoming.stride(),
     )
-    received = ferry({"d": incoming}, into={"d": local}, own_buffers=own_buffers).state["d"]
+    received = transfer({"d": incoming}, into={"d": local}, own_buffers=own_buffers).state["d"]
     assert received is local
     assert received.device_mesh is incoming.device_mesh
     assert torch.equal(local._local_tensor, incoming._local_tensor)
@@ -247,7 +247,7 @@ def test_in_place_placements_shape_and_kind_must_match_and_all_are_named(mesh: D
         "fits": on(mesh, Shard(0), Shard(1), local=torch.full((2, 3), -1.0)),
     }
     with pytest.raises(StateMismatch) as raised:
-        ferry(dict.fromkeys(local, incoming), into=local)
+        transfer(dict.fromkeys(local, incoming), into=local)
     assert list(dict.fromkeys(mismatch.path for mismatch in raised.value.mismatches)) == [
         "placements",
         "shape",
@@ -271,7 +271,7 @@ def test_dtensors_over_one_storage_send_it_once(mesh: DeviceMesh) -> None:
         "flat": flat,
     }
     state["again"] = state["a"]
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 48
     assert ferried.state["again"] is ferried.state["a"]
@@ -308,11 +308,13 @@ def test_outside_any_group_only_what_is_not_split_arrives(
     original = on(mesh["inner"], Replicate())
     network = MemoryNetwork()
     for placement in (Replicate(), Shard(0)):
-        push(network.link(0), [1], {"d": on(mesh["inner"], placement)}, Push(10, MAX_METADATA_BYTES))
+        send_state(
+            network.link(0), [1], {"d": on(mesh["inner"], placement)}, SendOptions(10, MAX_METADATA_BYTES)
+        )
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    state: Any = pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))[0]
+    state: Any = receive_state(network.link(1), 0, ReceiveOptions(10, MAX_METADATA_BYTES))[0]
     assert state["d"].device_mesh.get_coordinate() is None
     assert state["d"].device_mesh.mesh_dim_names == ("inner",)
     assert torch.equal(state["d"]._local_tensor, original._local_tensor)
     with pytest.raises(StateMismatch, match=r"incoming \(1\), local outside the mesh"):
-        pull(network.link(1), 0, Pull(10, MAX_METADATA_BYTES))
+        receive_state(network.link(1), 0, ReceiveOptions(10, MAX_METADATA_BYTES))

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.transfer import TIMEOUT_S
 from torchferry.core.plan import PACK_FROM, make_plan
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import StateError
 from torchferry.tensors import fresh as module
 from torchferry.tensors.describe import describe
@@ -21,8 +21,8 @@ COUNT = 2 * PACK_FROM
 
 def ferried(state: object) -> object:
     network = MemoryNetwork()
-    push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    received, report = pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
+    received, report = receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     assert report.messages < COUNT, "nothing was packed"
     return received
 
@@ -106,17 +106,19 @@ def test_no_memory_for_small_tensors_is_said_and_the_sender_finishes(monkeypatch
         raise MemoryError("none left")
 
     network = MemoryNetwork()
-    push(network.link(0), [1], list(torch.ones(COUNT, 10).unbind()), Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(
+        network.link(0), [1], list(torch.ones(COUNT, 10).unbind()), SendOptions(TIMEOUT_S, MAX_METADATA_BYTES)
+    )
     state = [torch.full((100,), float(n)) for n in range(COUNT)]
-    push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
+    receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     monkeypatch.setattr(module, "_unbind_copy", full)
     with pytest.raises(StateError, match="no memory for the 51200 bytes"):
-        pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+        receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     monkeypatch.undo()
     # All of it was taken, so that the next transfer finds nothing of it.
-    push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    received, _ = pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
+    received, _ = receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     assert isinstance(received, list)
     assert torch.equal(received[5], state[5])
 

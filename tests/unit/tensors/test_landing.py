@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.transfer import TIMEOUT_S, ferry
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from tests.support.transfer import TIMEOUT_S, transfer
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import StateMismatch
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
@@ -44,7 +44,9 @@ def test_any_layout_goes_into_any_other_and_the_neighbours_keep_their_values(
     local = VIEWS[local_view](storage)
     expected = storage.clone()
     VIEWS[local_view](expected).copy_(sent)
-    received = ferry({"t": sent}, into={"t": local}, own_buffers=own_buffers, chunk_bytes=chunk_bytes).state
+    received = transfer(
+        {"t": sent}, into={"t": local}, own_buffers=own_buffers, chunk_bytes=chunk_bytes
+    ).state
     assert received["t"] is local
     assert torch.equal(local, sent)
     assert torch.equal(storage, expected)
@@ -55,7 +57,7 @@ def test_any_layout_goes_into_any_other_and_the_neighbours_keep_their_values(
 def test_items_of_any_size_are_spread(local_view: str, dtype: torch.dtype) -> None:
     sent = torch.arange(12).view(4, 3).to(dtype).t()
     local = VIEWS[local_view](torch.zeros(60, dtype=dtype))
-    ferry({"t": sent}, into={"t": local}, chunk_bytes=16)
+    transfer({"t": sent}, into={"t": local}, chunk_bytes=16)
     assert torch.equal(local, sent)
 
 
@@ -74,9 +76,11 @@ class Watching(MemoryLink):
 def memory_asked_for(state: object, local: object, chunk_bytes: int = 1 << 20) -> list[tuple[int, int]]:
     """Receive in place, and list the memory that payload was received into."""
     network = MemoryNetwork()
-    push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes))
+    send_state(
+        network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes)
+    )
     link = Watching(network, 1)
-    pull(link, 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local))
+    receive_state(link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local))
     return link.asked[2:]
 
 
@@ -118,7 +122,7 @@ def test_two_values_can_not_go_into_one_storage() -> None:
     tied = torch.zeros(4)
     local: dict[str, Any] = {"a": tied, "b": tied, "other": torch.zeros(2)}
     with pytest.raises(StateMismatch) as raised:
-        ferry({"a": torch.ones(4), "b": torch.full((4,), 2.0), "other": torch.ones(2)}, into=local)
+        transfer({"a": torch.ones(4), "b": torch.full((4,), 2.0), "other": torch.ones(2)}, into=local)
     assert [mismatch.path for mismatch in raised.value.mismatches] == ["b"]
     assert "shares local memory with a" in str(raised.value)
     assert tied.tolist() == [0, 0, 0, 0]
@@ -127,7 +131,7 @@ def test_two_values_can_not_go_into_one_storage() -> None:
 
 def test_two_values_can_go_side_by_side_into_one_storage() -> None:
     whole = torch.zeros(4)
-    ferry({"a": torch.ones(2), "b": torch.full((2,), 2.0)}, into={"a": whole[:2], "b": whole[2:]})
+    transfer({"a": torch.ones(2), "b": torch.full((2,), 2.0)}, into={"a": whole[:2], "b": whole[2:]})
     assert whole.tolist() == [1, 1, 2, 2]
 
 
@@ -138,6 +142,8 @@ def test_small_tensors_of_which_some_are_dropped_are_put_together_a_thousand_at_
     local = {key: torch.zeros_like(value) for n, (key, value) in enumerate(sent.items()) if n % 1500}
     local["t7"] = torch.zeros(3, 2, dtype=torch.int32).t()
     network = MemoryNetwork()
-    push(network.link(0), [1], sent, Push(TIMEOUT_S, MAX_METADATA_BYTES))
-    pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local, strict=False))
+    send_state(network.link(0), [1], sent, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
+    receive_state(
+        network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local, strict=False)
+    )
     assert all(torch.equal(value, sent[key]) for key, value in local.items())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.errors import StateMismatch
 
@@ -37,7 +37,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_that_is_bytes_arrives_bit_for_bit(dtype: Any) -> None:
     array = filled(dtype)
-    ferried = ferry({"a": array})
+    ferried = transfer({"a": array})
     assert_same({"a": array}, ferried.state)
     assert ferried.payload_bytes == array.nbytes
     assert type(ferried.state["a"]) is numpy.ndarray
@@ -45,7 +45,7 @@ def test_every_dtype_that_is_bytes_arrives_bit_for_bit(dtype: Any) -> None:
 
 def test_text_arrives() -> None:
     state = {"words": numpy.array(["", "ferry", "fährt über"]), "one": numpy.array("x")}
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
 
 
 BASE = numpy.arange(48.0).reshape(6, 8)
@@ -73,7 +73,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_arrives_with_its_strides(name: str, own_buffers: bool) -> None:
     state = {"a": LAYOUTS[name]}
-    assert_same(state, ferry(state, own_buffers=own_buffers).state)
+    assert_same(state, transfer(state, own_buffers=own_buffers).state)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -81,21 +81,21 @@ def test_every_layout_can_be_written_into_an_array_of_the_same_turn(name: str) -
     array = LAYOUTS[name]
     turn = tuple(slice(None, None, -1 if step < 0 else None) for step in array.strides)
     local = numpy.zeros(array.shape, array.dtype)[turn or ...]
-    received = ferry({"a": array}, into={"a": local}).state
+    received = transfer({"a": array}, into={"a": local}).state
     assert received["a"] is local
     assert numpy.array_equal(local, array)
 
 
 def test_views_of_one_array_cost_each_byte_once_and_stay_views() -> None:
     base = numpy.arange(20.0)
-    ferried = ferry({"a": base[2:8], "b": base[4:12], "c": base[11:3:-1]})
+    ferried = transfer({"a": base[2:8], "b": base[4:12], "c": base[11:3:-1]})
     assert ferried.payload_bytes == 10 * 8
     ferried.state["a"][3] = 99
     assert ferried.state["b"][1] == ferried.state["c"][6] == 99
 
 
 def test_a_received_array_stays_when_the_rest_of_the_state_is_gone() -> None:
-    received = ferry({"a": numpy.arange(1000), "rest": torch.zeros(1000)}).state.pop("a")
+    received = transfer({"a": numpy.arange(1000), "rest": torch.zeros(1000)}).state.pop("a")
     torch.full((1000,), -1)
     assert numpy.array_equal(received, numpy.arange(1000))
     received[0] = 5
@@ -104,14 +104,14 @@ def test_a_received_array_stays_when_the_rest_of_the_state_is_gone() -> None:
 def test_whether_an_array_may_be_written_is_kept() -> None:
     fixed = numpy.arange(3)
     fixed.flags.writeable = False
-    received = ferry({"fixed": fixed, "free": numpy.arange(3)}).state
+    received = transfer({"fixed": fixed, "free": numpy.arange(3)}).state
     assert not received["fixed"].flags.writeable
     assert received["free"].flags.writeable
 
 
 def test_in_place_the_neighbours_of_an_array_keep_their_values() -> None:
     whole = numpy.full((4, 4), -1)
-    received = ferry({"a": numpy.arange(6).reshape(3, 2)}, into={"a": whole[1:, 1:3]}).state
+    received = transfer({"a": numpy.arange(6).reshape(3, 2)}, into={"a": whole[1:, 1:3]}).state
     assert received["a"].base is whole
     assert whole.tolist() == [[-1, -1, -1, -1], [-1, 0, 1, -1], [-1, 2, 3, -1], [-1, 4, 5, -1]]
 
@@ -132,7 +132,7 @@ def test_in_place_the_neighbours_of_an_array_keep_their_values() -> None:
 )
 def test_in_place_dtype_shape_and_kind_must_match(local: object, said: str) -> None:
     with pytest.raises(StateMismatch) as raised:
-        ferry({"a": numpy.arange(3.0)}, into={"a": local})
+        transfer({"a": numpy.arange(3.0)}, into={"a": local})
     assert said in str(raised.value)
     assert raised.value.path == "a"
 
@@ -144,13 +144,13 @@ def test_in_place_an_array_that_is_read_only_is_not_written() -> None:
     with pytest.raises(
         StateMismatch, match=r"a: kind: incoming ndarray .* local ndarray in read-only memory"
     ):
-        ferry({"a": numpy.arange(8, dtype="u1")}, into={"a": local})
+        transfer({"a": numpy.arange(8, dtype="u1")}, into={"a": local})
     assert data == b"\x01" * 8
 
 
 def test_an_array_that_is_read_only_is_left_alone_where_nothing_arrives() -> None:
     fixed = numpy.frombuffer(b"12345678", "u1")
-    received = ferry({"b": 2}, into={"a": fixed, "b": 1}, strict=False).state
+    received = transfer({"b": 2}, into={"a": fixed, "b": 1}, strict=False).state
     assert received["a"] is fixed
     assert received["b"] == 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +28,7 @@ SCALARS = [
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=lambda s: f"{type(s).__name__} {s!s:.8}".replace("\0", "0"))
 def test_every_scalar_arrives_as_the_same_type_and_bits(scalar: Any) -> None:
-    received = ferry({"s": scalar}).state["s"]
+    received = transfer({"s": scalar}).state["s"]
     assert type(received) is type(scalar)
     assert received.dtype == scalar.dtype
     assert received.tobytes() == scalar.tobytes()
@@ -38,7 +38,7 @@ def test_every_scalar_arrives_as_the_same_type_and_bits(scalar: Any) -> None:
 
 def test_a_scalar_can_be_a_key() -> None:
     state = {numpy.int64(3): "a", numpy.str_("k"): "b"}
-    received = ferry(state).state
+    received = transfer(state).state
     assert received == state
     assert [type(key) for key in received] == [numpy.int64, numpy.str_]
 
@@ -46,7 +46,7 @@ def test_a_scalar_can_be_a_key() -> None:
 def test_the_states_of_numpy_s_generators_arrive() -> None:
     """A 128-bit int, arrays, and a tuple: as numpy gives them."""
     generator, legacy = numpy.random.default_rng(5), numpy.random.RandomState(5)
-    received = ferry({"new": generator.bit_generator.state, "old": legacy.get_state()}).state
+    received = transfer({"new": generator.bit_generator.state, "old": legacy.get_state()}).state
     other, other_legacy = numpy.random.default_rng(0), numpy.random.RandomState(0)
     other.bit_generator.state = received["new"]
     other_legacy.set_state(received["old"])
@@ -62,13 +62,13 @@ import collections, warnings
 warnings.simplefilter("ignore")
 import torch
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
-from torchferry.core.codec import Envelope, encode
+from tests.support.transfer import transfer
+from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.codec import pack
-from torchferry.core.plan import Message
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, Tags
-from torchferry.engine import Pull, pull
+from torchferry.core.push import TransferId
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import UnknownType
 from torchferry.testing import MemoryNetwork
 
@@ -85,9 +85,9 @@ state = {
     "sparse": torch.eye(3).to_sparse(), "rng": torch.get_rng_state(), "big": 2**125, "inf": float("inf"),
     "sched": collections.Counter({3: 1}), "optim": torch.optim.Adam([torch.ones(2)]).state_dict(),
 }
-assert_same(state, ferry(state).state)
+assert_same(state, transfer(state).state)
 local = {"t": torch.zeros(4, 3).t()}
-ferry({"t": torch.arange(12.0).view(3, 4)}, into=local)
+transfer({"t": torch.arange(12.0).view(3, 4)}, into=local)
 assert torch.equal(local["t"], torch.arange(12.0).view(3, 4))
 
 
@@ -96,13 +96,13 @@ def incoming(leaf, *tensors):
     link = network.link(0)
     tree = Branch("dict", (0,), ("found",))
     storages = (16,) * bool(tensors)
-    frame = encode(Envelope(Manifest(~0, (tree,), (leaf,), tensors, storages), 1 << 20))
+    frame = encode(Frame(Manifest(~0, (tree,), (leaf,), tensors, storages), 1 << 20))
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     if tensors:
-        link.send(torch.zeros(16, dtype=torch.uint8), 1, Tags(0, 0).of(Message(0, 0, 1, 16)))
+        link.channel(1, TransferId(0, 0, b"")).send(torch.zeros(16, dtype=torch.uint8))
     try:
-        pull(network.link(1), 0, Pull(5, 1 << 20))
+        receive_state(network.link(1), 0, ReceiveOptions(5, 1 << 20))
     except UnknownType as error:
         print(error)
     else:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.transfer import TIMEOUT_S, ferry
+from tests.support.transfer import TIMEOUT_S, transfer
 from torchferry import register
-from torchferry.core.protocol import MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import BadArgument, BadManifest, UnknownType
 from torchferry.tensors import registry
 from torchferry.testing import MemoryNetwork
@@ -45,11 +45,11 @@ class Mode(Enum):
 def received_elsewhere(state: object, **known_there: Any) -> Any:
     """Send from here, and receive where other types are registered."""
     network = MemoryNetwork()
-    push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
+    send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     registry._types.clear()
     registry._types.update({f"{__name__}.{name}": cls for name, cls in known_there.items()})
     try:
-        return pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))[0]
+        return receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))[0]
     finally:
         assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
 
@@ -107,7 +107,7 @@ def test_nothing_of_a_type_is_called_on_arrival() -> None:
     register(Watching)
     original = Watching(3)
     called.clear()
-    received = ferry({"w": original}).state["w"]
+    received = transfer({"w": original}).state["w"]
     assert received.value == 3
     assert called == []
 

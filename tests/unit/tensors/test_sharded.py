@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.errors import StateMismatch
 
@@ -46,13 +46,13 @@ def two_shards(scale: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
 def test_all_local_shards_arrive_with_their_bounds(own_buffers: bool) -> None:
-    ferried = ferry({"s": two_shards()}, own_buffers=own_buffers)
+    ferried = transfer({"s": two_shards()}, own_buffers=own_buffers)
     assert_same({"s": two_shards()}, ferried.state)
     assert ferried.payload_bytes == 48
 
 
 def test_the_metadata_of_the_whole_arrives() -> None:
-    tensor = ferry({"s": two_shards()}).state["s"]
+    tensor = transfer({"s": two_shards()}).state["s"]
     assert tensor.size() == torch.Size((6, 3))
     received = tensor.metadata()
     original = two_shards().metadata()
@@ -65,21 +65,21 @@ def test_the_metadata_of_the_whole_arrives() -> None:
 def test_shards_that_are_views_of_one_storage_send_it_once() -> None:
     whole = torch.arange(18.0).view(6, 3)
     state = {"s": sharded(whole[:2], whole[2:4]), "row": whole[1]}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 48
 
 
 def test_shards_that_require_grad_still_do() -> None:
     original = sharded(torch.ones(2, 3, requires_grad=True), rows=(2,), requires_grad=True)
-    received = ferry({"s": original}).state["s"]
+    received = transfer({"s": original}).state["s"]
     assert received.local_shards()[0].tensor.requires_grad
 
 
 def test_in_place_all_local_shards_are_written_and_the_tensor_is_the_local_one() -> None:
     local = two_shards(scale=-1)
     tensors = [shard.tensor for shard in local.local_shards()]
-    received = ferry({"s": two_shards()}, into={"s": local}).state["s"]
+    received = transfer({"s": two_shards()}, into={"s": local}).state["s"]
     assert received is local
     for shard, tensor in zip(received.local_shards(), tensors, strict=True):
         assert shard.tensor is tensor
@@ -97,7 +97,7 @@ def test_in_place_all_local_shards_are_written_and_the_tensor_is_the_local_one()
 )
 def test_in_place_bounds_dtype_and_kind_must_match(local: Any, what: str) -> None:
     with pytest.raises(StateMismatch) as raised:
-        ferry({"s": two_shards()}, into={"s": local})
+        transfer({"s": two_shards()}, into={"s": local})
     assert {mismatch.path for mismatch in raised.value.mismatches} == {"s"}
     assert what in {mismatch.what for mismatch in raised.value.mismatches}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.errors import BadManifest, StateMismatch
 
@@ -68,7 +68,7 @@ SPARSE: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_sparse_layout_arrives_as_it_was(name: str, own_buffers: bool) -> None:
     state = {"s": SPARSE[name](), "dense": torch.ones(2)}
-    assert_same(state, ferry(state, own_buffers=own_buffers).state)
+    assert_same(state, transfer(state, own_buffers=own_buffers).state)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -77,7 +77,7 @@ def test_every_sparse_layout_can_be_written_in_place(name: str) -> None:
     with torch.no_grad():
         values = local._values() if local.layout is torch.sparse_coo else local.values()
         values.zero_()
-    received = ferry({"s": incoming}, into={"s": local}).state
+    received = transfer({"s": incoming}, into={"s": local}).state
     assert received["s"] is local
     assert_same({"s": incoming}, {"s": local})
 
@@ -88,7 +88,7 @@ def test_sparse_tensors_that_share_their_indices_send_them_once() -> None:
         torch.sparse_coo_tensor(indices, torch.randn(3), (4,), is_coalesced=True, check_invariants=True)
         for _ in range(2)
     ]
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 24 + 12 + 12
 
@@ -102,7 +102,7 @@ def test_in_place_the_local_tensor_learns_whether_it_is_coalesced(
 ) -> None:
     """Indices that stand twice in a tensor that says it is coalesced would be counted once."""
     local = make(coalesced=not coalesced)
-    ferry({"s": coo(coalesced=coalesced, scale=3)}, into={"s": local})
+    transfer({"s": coo(coalesced=coalesced, scale=3)}, into={"s": local})
     assert local.is_coalesced() == coalesced
     assert local.detach()._values().tolist() == [3, 6]
 
@@ -111,7 +111,7 @@ def test_in_place_what_stands_twice_is_still_added_up() -> None:
     local = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 1], [0, 1, 1]]), torch.ones(3), (2, 2), is_coalesced=True, check_invariants=True
     )
-    ferry({"s": twice_the_same_place()}, into={"s": local})
+    transfer({"s": twice_the_same_place()}, into={"s": local})
     assert local.to_dense().tolist() == [[0, 4], [3, 0]]
 
 
@@ -130,7 +130,7 @@ def test_in_place_layout_size_and_number_of_items_must_match(
     incoming: Callable[[], torch.Tensor], local: Callable[[], torch.Tensor], said: list[str]
 ) -> None:
     with pytest.raises(StateMismatch) as raised:
-        ferry({"s": incoming()}, into={"s": local()})
+        transfer({"s": incoming()}, into={"s": local()})
     message = str(raised.value)
     assert [words for words in ["s:", *said] if words not in message] == []
 
@@ -143,5 +143,5 @@ def test_indices_that_point_nowhere_are_refused_by_path() -> None:
     """Such a tensor can be made, and torch would read and write outside of it."""
     wild = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (4,), check_invariants=False)
     with pytest.raises(BadManifest, match=r"^model\.wild: a sparse that can't be put together") as raised:
-        ferry({"model": {"wild": wild}})
+        transfer({"model": {"wild": wild}})
     assert (raised.value.path, raised.value.phase) == ("model.wild", "assemble")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from torchferry.core.extents import Extent
 from torchferry.core.plan import make_plan
 from torchferry.errors import StateError, StateMismatch
@@ -20,7 +20,7 @@ from torchferry.tensors.memory import CPU, Memory, gather, peek, run_of
 def test_views_of_one_storage_cost_each_byte_once_and_stay_views() -> None:
     base = torch.arange(24.0)
     state = {"left": base[2:8], "right": base[4:12], "matrix": base[:12].view(3, 4), "apart": base[20:22]}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 12 * 4 + 2 * 4
     ferried.state["matrix"][1, 1] = 99
@@ -36,7 +36,7 @@ def test_views_of_different_dtypes_share_their_bytes() -> None:
         "numbers": complex_view,
         "re": complex_view.real,
     }
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 32
 
@@ -44,7 +44,7 @@ def test_views_of_different_dtypes_share_their_bytes() -> None:
 def test_overlapping_views_that_nest_in_no_order_share_their_bytes() -> None:
     base = torch.arange(60.0)
     state = {"rows": base.view(6, 10)[1:3], "column": base.view(6, 10)[:, 4], "odd": base[1::2]}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     used = set(range(10, 30)) | set(range(4, 60, 10)) | set(range(1, 60, 2))
     assert ferried.payload_bytes == 4 * len(used)
@@ -55,7 +55,7 @@ def test_tied_weights_are_sent_once_and_are_still_tied() -> None:
         {"embed": torch.nn.Embedding(7, 5), "head": torch.nn.Linear(5, 7, bias=False)}
     )
     model["head"].weight = model["embed"].weight
-    ferried = ferry(model.state_dict())
+    ferried = transfer(model.state_dict())
     assert_same(model.state_dict(), ferried.state)
     assert ferried.payload_bytes == 7 * 5 * 4
     ferried.state["embed.weight"].fill_(3)
@@ -64,7 +64,7 @@ def test_tied_weights_are_sent_once_and_are_still_tied() -> None:
 
 def test_weights_tied_by_a_transpose_are_still_tied() -> None:
     weight = torch.randn(3, 5)
-    ferried = ferry({"a": weight, "b": weight.t()})
+    ferried = transfer({"a": weight, "b": weight.t()})
     assert_same({"a": weight, "b": weight.t()}, ferried.state)
     assert ferried.payload_bytes == 60
 
@@ -72,7 +72,7 @@ def test_weights_tied_by_a_transpose_are_still_tied() -> None:
 def test_the_same_object_in_two_places_is_one_object_afterwards() -> None:
     weight = torch.nn.Parameter(torch.randn(4))
     state = {"a": weight, "b": [weight, weight.detach()]}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.state["a"] is ferried.state["b"][0]
     assert ferried.state["a"] is not ferried.state["b"][1]
@@ -81,7 +81,7 @@ def test_the_same_object_in_two_places_is_one_object_afterwards() -> None:
 
 def test_a_small_view_of_a_large_storage_costs_only_itself_on_both_sides() -> None:
     large = torch.zeros(10_000_000)
-    ferried = ferry({"slice": large[5_000_000:5_000_004]})
+    ferried = transfer({"slice": large[5_000_000:5_000_004]})
     assert ferried.payload_bytes == 16
     assert ferried.state["slice"].untyped_storage().nbytes() == 16
 
@@ -89,14 +89,14 @@ def test_a_small_view_of_a_large_storage_costs_only_itself_on_both_sides() -> No
 def test_a_storage_that_is_no_multiple_of_the_item_size_is_no_trouble() -> None:
     raw = torch.arange(11, dtype=torch.uint8)
     state = {"words": raw[:8].view(torch.int32), "raw": raw}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert_same(state, ferried.state)
     assert ferried.payload_bytes == 11
 
 
 def test_an_array_and_the_tensor_made_from_it_share_their_bytes() -> None:
     array = numpy.arange(10.0)
-    ferried = ferry({"array": array, "tensor": torch.from_numpy(array)})
+    ferried = transfer({"array": array, "tensor": torch.from_numpy(array)})
     assert ferried.payload_bytes == 80
     ferried.state["tensor"][3] = 42
     assert ferried.state["array"][3] == 42
@@ -105,7 +105,7 @@ def test_an_array_and_the_tensor_made_from_it_share_their_bytes() -> None:
 def test_memory_that_two_owners_see_from_different_places_is_still_sent_once() -> None:
     """Eight bytes in, which is no multiple of the largest item that torch has."""
     array = numpy.arange(10.0)
-    ferried = ferry({"array": array, "tail": torch.from_numpy(array[1:]), "bytes": array.view("u1")[3:9]})
+    ferried = transfer({"array": array, "tail": torch.from_numpy(array[1:]), "bytes": array.view("u1")[3:9]})
     assert ferried.payload_bytes == 80
     ferried.state["tail"][0] = 42
     assert ferried.state["array"][1] == 42
@@ -118,7 +118,7 @@ def test_memory_in_which_the_items_of_one_owner_have_no_place_for_the_other_stil
     raw = numpy.arange(40, dtype=numpy.uint8)
     odd = torch.frombuffer(raw.data, dtype=torch.int64, offset=4, count=4)
     state = {"words": torch.from_numpy(raw.view("i8")), "odd": odd}
-    received = ferry(state).state
+    received = transfer(state).state
     assert torch.equal(received["words"], state["words"])
     assert torch.equal(received["odd"], state["odd"])
 
@@ -127,7 +127,7 @@ def test_views_that_begin_anywhere_in_shared_memory_share_it_whatever_the_size_o
     """The first begins eight bytes in, where no item of sixteen could."""
     array = torch.arange(10.0, dtype=torch.float64).numpy()
     state = {"tail": torch.from_numpy(array[1:]), "pairs": torch.from_numpy(array[2:].view("c16"))}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert ferried.payload_bytes == 72
     ferried.state["tail"][1] = 42
     assert ferried.state["pairs"][0] == 42 + 3j
@@ -138,7 +138,7 @@ def test_an_array_that_is_not_aligned_and_its_tensor_share_their_bytes(first: st
     array = numpy.frombuffer(bytearray(range(65)), "f8", offset=1)
     views: dict[str, Any] = {"array": array, "tensor": torch.from_numpy(array)}
     state = {first: views.pop(first), **views}
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert ferried.payload_bytes == 64
     ferried.state["tensor"][3] = 42
     assert ferried.state["array"][3] == 42
@@ -151,7 +151,7 @@ def test_views_share_their_bytes_though_another_one_there_can_not() -> None:
         "one": torch.frombuffer(raw.data, dtype=torch.int64, offset=8, count=5),
         "two": torch.frombuffer(raw.data, dtype=torch.int64, offset=16, count=5),
     }
-    ferried = ferry(state)
+    ferried = transfer(state)
     assert ferried.payload_bytes == 56 + 48
     for name, tensor in state.items():
         assert torch.equal(ferried.state[name], tensor)
@@ -164,7 +164,7 @@ def test_an_array_that_is_aligned_arrives_so_whatever_shares_its_memory() -> Non
     alone = raw[3:][5:13].view("f8")
     state = {"bytes": raw[3:30], "words": raw[8:24].view("f8"), "tensor": torch.from_numpy(raw[5:40])}
     for sent in ({"alone": alone}, state):
-        received = ferry(sent).state
+        received = transfer(sent).state
         assert_same(sent, received)
         assert all(array.flags.aligned for array in received.values() if isinstance(array, numpy.ndarray))
 
@@ -178,7 +178,7 @@ def test_shared_memory_lands_in_shared_memory_of_another_alignment(theirs: int, 
 
     source = torch.arange(64, dtype=torch.uint8).numpy()
     local = torch.full((64,), 255, dtype=torch.uint8).numpy()
-    assert ferry(views(source, theirs), into=views(local, ours)).payload_bytes == 32
+    assert transfer(views(source, theirs), into=views(local, ours)).payload_bytes == 32
     assert local[ours : ours + 32].tolist() == list(range(theirs, theirs + 32))
     assert set(local[:ours]) | set(local[ours + 32 :]) == {255}
 
@@ -188,13 +188,13 @@ def test_a_local_storage_seen_by_an_array_and_a_tensor_can_not_take_two_values()
     array = numpy.zeros(4)
     local = {"array": array, "tail": torch.from_numpy(array[1:])}
     with pytest.raises(StateMismatch, match="shares local memory"):
-        ferry({"array": numpy.ones(4), "tail": torch.full((3,), 2.0, dtype=torch.float64)}, into=local)
+        transfer({"array": numpy.ones(4), "tail": torch.full((3,), 2.0, dtype=torch.float64)}, into=local)
     assert array.tolist() == [0, 0, 0, 0]
 
 
 def test_an_empty_view_does_not_bring_its_storage_along() -> None:
     base = torch.zeros(1000)
-    ferried = ferry({"none": base[10:10], "some": base[20:22]})
+    ferried = transfer({"none": base[10:10], "some": base[20:22]})
     assert_same({"none": base[10:10], "some": base[20:22]}, ferried.state)
     assert ferried.state["some"].untyped_storage().nbytes() == 8
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
 from torchferry.errors import StateMismatch, Unsendable
@@ -38,8 +38,8 @@ VALUES = [
     "value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r:.20}".encode("ascii", "replace")
 )
 def test_every_value_arrives_as_the_same_type_and_value(value: Any) -> None:
-    assert_same({"v": value}, ferry({"v": value}).state)
-    assert_same(value, ferry(value).state)
+    assert_same({"v": value}, transfer({"v": value}).state)
+    assert_same(value, transfer(value).state)
 
 
 KEYS = [
@@ -52,36 +52,36 @@ KEYS = [
     "key", KEYS, ids=lambda k: f"{type(k).__name__} {k!r:.20}".encode("ascii", "replace")
 )
 def test_every_key_arrives_and_is_found_again_in_place(key: Any) -> None:
-    assert_same({key: 1}, ferry({key: 1}).state)
+    assert_same({key: 1}, transfer({key: 1}).state)
     local = torch.zeros(2)
-    received = ferry({"in": {key: torch.ones(2)}}, into={"in": {key: local}}).state
+    received = transfer({"in": {key: torch.ones(2)}}, into={"in": {key: local}}).state
     assert received["in"][key] is local
     assert local.tolist() == [1, 1]
 
 
 def test_keys_that_look_alike_are_told_apart() -> None:
     state = {"1": 1, 1: 2, "a.b": 3, "a": {"b": 4}, b"1": 5, (1,): 6}
-    assert_same(state, ferry(state).state)
+    assert_same(state, transfer(state).state)
     with pytest.raises(StateMismatch) as raised:
-        ferry({"1": 1}, into={1: 1})
+        transfer({"1": 1}, into={1: 1})
     assert len(raised.value.mismatches) == 2
 
 
 def test_the_order_of_keys_is_kept() -> None:
     state = {name: number for number, name in enumerate("zyxabc")}
-    assert list(ferry(state).state) == list("zyxabc")
+    assert list(transfer(state).state) == list("zyxabc")
 
 
 def test_the_state_of_python_s_generator_arrives() -> None:
     source, target = random.Random(5), random.Random(0)
-    target.setstate(ferry({"rng": source.getstate()}).state["rng"])
+    target.setstate(transfer({"rng": source.getstate()}).state["rng"])
     assert target.random() == source.random()
 
 
 def test_the_state_of_torch_s_generator_arrives() -> None:
     source, target = torch.Generator().manual_seed(5), torch.Generator()
     torch.randn(3, generator=source)
-    target.set_state(ferry({"rng": source.get_state()}).state["rng"])
+    target.set_state(transfer({"rng": source.get_state()}).state["rng"])
     assert torch.equal(torch.randn(4, generator=target), torch.randn(4, generator=source))
 
 
@@ -114,10 +114,10 @@ class Stranger(enum.Enum):
 
 def test_registered_enums_arrive_as_the_very_members() -> None:
     state = [Mode.TRAIN, Mode.EVAL, Level.HIGH, Name.A, Rights.READ, Rights.READ | Rights.WRITE, Rights(0)]
-    received = ferry(state).state
+    received = transfer(state).state
     assert all(one is two for one, two in zip(received, state, strict=True))
-    assert ferry({Mode.EVAL: 1, Level.LOW: 2}).state == {Mode.EVAL: 1, Level.LOW: 2}
-    assert ferry({Mode.EVAL}).state == {Mode.EVAL}
+    assert transfer({Mode.EVAL: 1, Level.LOW: 2}).state == {Mode.EVAL: 1, Level.LOW: 2}
+    assert transfer({Mode.EVAL}).state == {Mode.EVAL}
 
 
 class Text(str):
@@ -192,7 +192,7 @@ def test_keys_and_sets_that_are_nested_too_deep_are_refused_and_no_stack_overflo
 @pytest.mark.parametrize("kind", [tuple, frozenset])
 def test_keys_and_sets_are_carried_up_to_the_greatest_depth(kind: Any) -> None:
     deepest = nested(kind, MAX_NESTED - 2)
-    assert ferry({deepest: 1, "s": {deepest}}).state == {deepest: 1, "s": {deepest}}
+    assert transfer({deepest: 1, "s": {deepest}}).state == {deepest: 1, "s": {deepest}}
 
 
 def test_a_key_that_is_twice_in_itself_many_times_is_looked_at_once() -> None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG
-from torchferry.core.watch import Rules
-from torchferry.engine.lanes import Lane, late
+from torchferry.core.watch import Limits
+from torchferry.engine.lanes import Lane, deadline_passed
 from torchferry.errors import FerryError, LinkBroken
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG, TaggedLink
 from torchferry.testing.simulation.world import Process, World
 
 _NOTICE_S = 0.01
@@ -165,26 +165,19 @@ def _harmed(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
     return data
 
 
-class SimulatedLink:
+class SimulatedLink(TaggedLink):
     """One rank's end of the network."""
 
+    sends_short = True
+
     def __init__(self, network: Network, rank: int) -> None:
+        super().__init__()
         self._network = network
         self._rank = rank
 
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
     def takes(self, device: torch.device) -> bool:
-        """Any memory of the CPU."""
+        """Return whether memory is on the CPU."""
         return device.type == "cpu"
-
-    @property
-    def sends_short(self) -> bool:
-        """As gloo does."""
-        return True
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Op:
         """Post a send.
@@ -206,15 +199,15 @@ class SimulatedLink:
         self._network.post(op, tag, "recv")
         return op
 
-    def probe(self, peer: int) -> None:
-        """Ask whether the connection still stands.
+    def check_peer(self, peer: int) -> None:
+        """Check the connection to a peer.
 
         Raises:
-            LinkBroken: it does not.
+            LinkBroken: it is gone.
         """
         self._network.check(self._rank, peer)
 
-    def break_off(self, peer: int) -> None:
+    def close(self, peer: int) -> None:
         """Close every connection of this rank, as gloo does."""
         self._network.close(self._rank)
 
@@ -225,15 +218,15 @@ class SimulatedRunner:
     def __init__(self, world: World, process: Callable[[], Process]) -> None:
         self._world = world
         self._process = process
-        self._at: dict[int, tuple[Lane[Any], Op, Rules]] = {}
+        self._at: dict[int, tuple[Lane[Any], Op, Limits]] = {}
 
     def now_s(self) -> float:
         """Give the world's time."""
         return self._world.now_s
 
-    def start(self, lane: Lane[Any], rules: Rules) -> None:
+    def start(self, lane: Lane[Any], limits: Limits) -> None:
         """Take the first step."""
-        self._advance(lane, rules, lambda: next(lane.steps))
+        self._advance(lane, limits, lambda: next(lane.steps))
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Take steps as messages complete, until a lane is over or the time has come."""
@@ -242,7 +235,7 @@ class SimulatedRunner:
                 pass
             if any(lane.over for lane in lanes) or self._world.now_s >= until_s:
                 return
-            deadlines = [rules.deadline_s for _, _, rules in self._at.values()]
+            deadlines = [limits.deadline_s for _, _, limits in self._at.values()]
             self._process().wait(min([until_s, *(d for d in deadlines if d > self._world.now_s)]))
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
@@ -251,19 +244,19 @@ class SimulatedRunner:
     def _takes_steps(self) -> bool:
         """Let every lane go on that can; say whether any did, for that may let others."""
         before = {number: op for number, (_, op, _) in self._at.items()}
-        for lane, op, rules in list(self._at.values()):
-            self._go_on(lane, op, rules)
+        for lane, op, limits in list(self._at.values()):
+            self._go_on(lane, op, limits)
         return {number: op for number, (_, op, _) in self._at.items()} != before
 
-    def _go_on(self, lane: Lane[Any], op: Op, rules: Rules) -> None:
+    def _go_on(self, lane: Lane[Any], op: Op, limits: Limits) -> None:
         # A lane that was given up goes on, too, as its thread would: to find that out, and say farewell.
         if op.over and op.error is None:
-            self._advance(lane, rules, lambda: next(lane.steps))
-        elif op.over or self._world.now_s >= rules.deadline_s:
-            error = op.error or late(lane.meter.peer)
-            self._advance(lane, rules, lambda: lane.steps.throw(error))
+            self._advance(lane, limits, lambda: next(lane.steps))
+        elif op.over or self._world.now_s >= limits.deadline_s:
+            error = op.error or deadline_passed(lane.progress.peer)
+            self._advance(lane, limits, lambda: lane.steps.throw(error))
 
-    def _advance(self, lane: Lane[Any], rules: Rules, step: Callable[[], Any]) -> None:
+    def _advance(self, lane: Lane[Any], limits: Limits, step: Callable[[], Any]) -> None:
         try:
             op = step()
         except StopIteration as stop:
@@ -273,7 +266,7 @@ class SimulatedRunner:
             self._at.pop(id(lane), None)
             lane.settle(None, error)
         else:
-            self._at[id(lane)] = (lane, op, rules)
-            lane.meter.waits_s = self._world.now_s
+            self._at[id(lane)] = (lane, op, limits)
+            lane.progress.waiting_since_s = self._world.now_s
             if op.over:
-                self._go_on(lane, op, rules)
+                self._go_on(lane, op, limits)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchferry.core.plan import SEAL_MESSAGES
-from torchferry.engine import Group, Pull, Push, pull, push
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import FerryError, PeerGaveUp, SendFailed, StateMismatch, TargetTorn, Unsendable
 from torchferry.testing.simulation.network import Harm, Network, SimulatedRunner
 from torchferry.testing.simulation.world import World
@@ -142,7 +142,7 @@ class _Run:
         return lambda: SimulatedRunner(self.world, lambda: self.world.processes[rank])
 
     def _sender(self) -> Any:
-        terms = Push(
+        options = SendOptions(
             _TIMEOUT_S,
             _MOST_METADATA_BYTES,
             relay=self.play.relayed,
@@ -151,15 +151,15 @@ class _Run:
             pack_from=2 if self.play.packed else _NEVER,
             window_bytes=_WINDOW_BYTES,
             in_place_window_bytes=_WINDOW_BYTES,
-            ahead_bytes=1 << 20 if self.play.ahead else 0,
+            hash_first_bytes=1 << 20 if self.play.ahead else 0,
             runner=self._runner(0),
         )
         state = {**self.source, "hook": _unsendable} if self.play.unsendable else self.source
-        return push(self.network.link(0), list(self.targets), state, terms, Group())
+        return send_state(self.network.link(0), list(self.targets), state, options)
 
     def _receiver(self, rank: int) -> Callable[[], Any]:
         target = self.targets[rank]
-        terms = Pull(
+        options = ReceiveOptions(
             _TIMEOUT_S,
             _MOST_METADATA_BYTES,
             rank=rank,
@@ -169,7 +169,7 @@ class _Run:
             in_place_window_bytes=_WINDOW_BYTES,
             runner=self._runner(rank),
         )
-        return lambda: pull(self.network.link(rank), 0, terms, Group())[0]
+        return lambda: receive_state(self.network.link(rank), 0, options)[0]
 
     def happened(self) -> Counter[str]:
         """Say how each process ended."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchferry.core.plan import WINDOW_BYTES, Message
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
-from torchferry.engine import Pull, Push, pull, push
-from torchferry.engine.cargo import Cargo
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.source import Source
 from torchferry.errors import (
     LinkBroken,
     LinkStalled,
@@ -22,6 +22,7 @@ from torchferry.errors import (
     Unsendable,
 )
 from torchferry.links.base import Pending
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Receipt
 
@@ -39,26 +40,26 @@ class WhatThereIs(Receipt):
     """A message that fills as much of its buffer as it has."""
 
     def wait(self, timeout_s: float) -> None:
-        message = self._network._get(self._address, timeout_s)
+        message = self._network.get(self._address, timeout_s)
         self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
 
 
-TERMS = Push(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
+TERMS = SendOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
 
 def assert_refused(network: MemoryNetwork, reason: str) -> None:
     """Nothing went over the network but the word that no state will come."""
     with pytest.raises(PeerGaveUp, match="rank 0 refused to send its state") as told:
-        pull(network.link(1), 0, Pull(5, MAX_METADATA_BYTES))
+        receive_state(network.link(1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
     assert reason in str(told.value)
-    assert (told.value.peer, told.value.culprit, told.value.phase) == (0, 0, "receive metadata")
+    assert (told.value.peer, told.value.failed_rank, told.value.phase) == (0, 0, "receive metadata")
     assert network.messages == 2
 
 
 def test_a_leaf_that_cannot_travel_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     with pytest.raises(Unsendable, match=r"model\.act") as raised:
-        push(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, TERMS)
+        send_state(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, TERMS)
     assert (raised.value.path, raised.value.phase) == ("model.act", "describe")
     assert_refused(network, str(raised.value.path or ""))
 
@@ -66,7 +67,7 @@ def test_a_leaf_that_cannot_travel_is_found_before_anything_is_sent() -> None:
 def test_metadata_above_the_cap_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     with pytest.raises(Unsendable, match="max_metadata_bytes") as raised:
-        push(network.link(0), [1], {"k": "x" * 1000}, Push(10, max_metadata_bytes=500))
+        send_state(network.link(0), [1], {"k": "x" * 1000}, SendOptions(10, max_metadata_bytes=500))
     assert_refused(network, str(raised.value.path or ""))
 
 
@@ -74,13 +75,13 @@ def test_views_too_tangled_to_list_are_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     base = torch.zeros(8_000_000)
     with pytest.raises(Unsendable, match="clone") as raised:
-        push(network.link(0), [1], {"a": base[::2], "b": base[::3]}, TERMS)
+        send_state(network.link(0), [1], {"a": base[::2], "b": base[::3]}, TERMS)
     assert_refused(network, str(raised.value.path or ""))
 
 
 def test_every_peer_gets_every_message() -> None:
     network = MemoryNetwork()
-    report = push(network.link(0), [1, 2, 3], {"a": torch.ones(10), "b": torch.ones(5)}, TERMS)
+    report = send_state(network.link(0), [1, 2, 3], {"a": torch.ones(10), "b": torch.ones(5)}, TERMS)
     assert network.messages == 3 * (2 + 2)
     assert report.peers == (1, 2, 3)
     assert report.payload_bytes == 60
@@ -97,7 +98,7 @@ def test_bytes_are_sent_from_where_they_lie() -> None:
             return super().send(buffer, peer, tag)
 
     weight = torch.randn(100, 100)
-    push(Watching(MemoryNetwork(), 0), [1], {"w": weight, "part": weight[3]}, TERMS)
+    send_state(Watching(MemoryNetwork(), 0), [1], {"w": weight, "part": weight[3]}, TERMS)
     assert handed_over[2:] == [weight.data_ptr()]
 
 
@@ -126,21 +127,23 @@ class Slow(MemoryLink):
 def test_only_so_many_bytes_are_staged_at_once() -> None:
     link = Slow()
     every_other = torch.empty(6 * WINDOW_BYTES, dtype=torch.uint8)[::2]
-    push(link, [1], {"big": every_other}, Push(10, MAX_METADATA_BYTES, verify=False))
+    send_state(link, [1], {"big": every_other}, SendOptions(10, MAX_METADATA_BYTES, verify=False))
     assert WINDOW_BYTES / 2 < link.most_under_way <= WINDOW_BYTES
     assert link.under_way == 0
 
 
 def test_what_is_sent_from_where_it_lies_is_offered_at_once() -> None:
     link = Slow()
-    push(link, [1], torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8), Push(10, 1000, verify=False))
+    send_state(
+        link, [1], torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8), SendOptions(10, 1000, verify=False)
+    )
     assert link.most_under_way >= 3 * WINDOW_BYTES
     assert link.under_way == 0
 
 
 def test_every_wait_gets_what_is_left_of_one_deadline() -> None:
     link = Slow()
-    push(link, [1], [torch.ones(4) for _ in range(50)], TERMS)
+    send_state(link, [1], [torch.ones(4) for _ in range(50)], TERMS)
     assert len(link.waits) == 52
     assert link.waits == sorted(link.waits, reverse=True)
     assert link.waits[0] <= 10
@@ -149,9 +152,9 @@ def test_every_wait_gets_what_is_left_of_one_deadline() -> None:
 def test_a_deadline_that_passes_before_anything_was_sent_leaves_it_so() -> None:
     network = MemoryNetwork()
     with pytest.raises(LinkTimeout, match="nothing was sent: 0 of 16 bytes done") as raised:
-        push(network.link(0), [1], torch.ones(4), Push(timeout_s=1e-9, max_metadata_bytes=1000))
+        send_state(network.link(0), [1], torch.ones(4), SendOptions(timeout_s=1e-9, max_metadata_bytes=1000))
     assert (raised.value.phase, raised.value.peer) == ("describe", 1)
-    assert_refused(network, "describing the state took all the time")
+    assert_refused(network, "describing the state took longer than the timeout")
 
 
 class Deaf(MemoryLink):
@@ -162,28 +165,30 @@ class Deaf(MemoryLink):
 
 
 def test_a_peer_that_does_not_listen_is_asked_after() -> None:
-    terms = Push(timeout_s=0.05, max_metadata_bytes=1000, if_unmet="Is rank {peer} there?")
+    terms = SendOptions(timeout_s=0.05, max_metadata_bytes=1000, question="Is rank {peer} there?")
     with pytest.raises(LinkTimeout) as raised:
-        push(Deaf(MemoryNetwork(), 0), [1], {"w": torch.ones(20)}, terms)
+        send_state(Deaf(MemoryNetwork(), 0), [1], {"w": torch.ones(20)}, terms)
     said = str(raised.value)
     assert raised.value.phase == "send tensors"
-    assert "0 of 80 bytes done, last at w (not even the metadata was taken)" in said
+    assert "0 of 80 bytes done, last at w (the peer did not even receive the metadata)" in said
     assert "Is rank 1 there?" in said
     assert "The timeout was 0.05 s" in said
 
 
 def test_a_state_without_tensors_has_no_last_path() -> None:
-    with pytest.raises(LinkTimeout, match=r"; 0 of 0 bytes done \(not even") as raised:
-        push(Deaf(MemoryNetwork(), 0), [1], {"step": 7}, Push(timeout_s=0.05, max_metadata_bytes=1000))
+    with pytest.raises(LinkTimeout, match=r"; 0 of 0 bytes done \(the peer did not even") as raised:
+        send_state(
+            Deaf(MemoryNetwork(), 0), [1], {"step": 7}, SendOptions(timeout_s=0.05, max_metadata_bytes=1000)
+        )
     assert raised.value.path is None
 
 
 def test_a_peer_that_stalls_is_not_said_to_have_run_out_of_time() -> None:
     network = MemoryNetwork()
     network.close(1)
-    terms = Push(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False)
+    terms = SendOptions(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False)
     with pytest.raises(SendLate) as raised:
-        push(Held(network, 0, held=2), [1, 2], {"w": torch.ones(3 << 20, dtype=torch.uint8)}, terms)
+        send_state(Held(network, 0, held=2), [1, 2], {"w": torch.ones(3 << 20, dtype=torch.uint8)}, terms)
     assert [type(error) for error in raised.value.failed.values()] == [LinkBroken, LinkStalled]
     assert "The timeout was" not in str(raised.value)
 
@@ -197,19 +202,19 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
         **{f"tiny{n}": torch.tensor(1.0) for n in range(40)},
         "last": torch.ones(64),
     }
-    terms = Push(10, MAX_METADATA_BYTES, ahead_bytes=0, pack_from=1000)
+    terms = SendOptions(10, MAX_METADATA_BYTES, hash_first_bytes=0, pack_from=1000)
 
-    def fail_after_two(self: Cargo, link: object, message: Message, staging: object) -> object:
+    def fail_after_two(self: Source, message: Message) -> torch.Tensor:
         if message.number >= 2:
             raise RuntimeError("this memory can't be read")
-        return outgoing(self, link, message, staging)  # type: ignore[arg-type]
+        return read(self, message)
 
-    outgoing = Cargo.outgoing
-    monkeypatch.setattr(Cargo, "outgoing", fail_after_two)
+    read = Source.read
+    monkeypatch.setattr(Source, "read", fail_after_two)
     with pytest.raises(RuntimeError, match="can't be read"):
-        push(Short(network, 0), [1], state, terms)
+        send_state(Short(network, 0), [1], state, terms)
     with pytest.raises(PeerGaveUp):
-        pull(Short(network, 1), 0, Pull(5, MAX_METADATA_BYTES))
+        receive_state(Short(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
 class Meddling(MemoryLink):
@@ -250,7 +255,7 @@ def test_a_change_of_an_ndarray_is_noticed(count: int) -> None:
 
 def assert_noticed(value: object, happens: Callable[[], object]) -> None:
     with pytest.raises(StateChanged) as raised:
-        push(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
+        send_state(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
     assert raised.value.paths == ("changed",)
 
 
@@ -283,26 +288,26 @@ def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back() -> None:
     link = Held(network, 0, held=1)
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
     with pytest.raises(SendLate) as raised:
-        push(link, [1, 2], state, Push(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False))
+        send_state(link, [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False))
     assert raised.value.delivered == (2,)
     link.let_go.set()
-    received, _ = pull(network.link(2), 0, Pull(5, MAX_METADATA_BYTES))
+    received, _ = receive_state(network.link(2), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
     assert isinstance(received, dict)
     with pytest.raises(PeerGaveUp):
-        pull(Short(network, 1), 0, Pull(5, MAX_METADATA_BYTES))
+        receive_state(Short(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
 def test_a_peer_that_a_relay_has_given_up_is_told_so_if_it_comes_back() -> None:
     network = MemoryNetwork()
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
-    push(Short(network, 0), [1, 2], state, Push(20, MAX_METADATA_BYTES, relay=True))
+    send_state(Short(network, 0), [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, relay=True))
     relay = Held(network, 1, held=2)
-    terms = Pull(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
-    received, report = pull(relay, 0, terms)
+    terms = ReceiveOptions(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
+    received, report = receive_state(relay, 0, terms)
     assert isinstance(received, dict)
     assert torch.equal(received["w"], state["w"])
     assert report.not_forwarded is not None
     assert "stalled" in report.not_forwarded or "no message" in report.not_forwarded
     relay.let_go.set()
-    with pytest.raises(PeerGaveUp, match="rank 1 gave up half-way"):
-        pull(Short(network, 2), 0, Pull(5, MAX_METADATA_BYTES, rank=2))
+    with pytest.raises(PeerGaveUp, match="rank 1 aborted the transfer"):
+        receive_state(Short(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES, rank=2))

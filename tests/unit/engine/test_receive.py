@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchferry.core.codec import Envelope, encode
+from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
-from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, MAX_METADATA_BYTES
-from torchferry.engine import Group, Pull, Push, destination, payload, pull, push
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine import ReceiveOptions, SendOptions, planning, receive_state, send_state, sink
 from torchferry.engine.digest import digests
 from torchferry.errors import (
     BadManifest,
@@ -24,14 +24,14 @@ from torchferry.errors import (
     TargetTorn,
     UnknownType,
 )
+from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
-from torchferry.tensors.landing import Ground
-from torchferry.testing import MemoryNetwork
+from torchferry.testing import MemoryLink, MemoryNetwork
 
 
 def sent(state: object, **terms: Any) -> MemoryNetwork:
     network = MemoryNetwork()
-    push(network.link(0), [1], state, Push(5, MAX_METADATA_BYTES, **terms))
+    send_state(network.link(0), [1], state, SendOptions(5, MAX_METADATA_BYTES, **terms))
     return network
 
 
@@ -44,7 +44,9 @@ def sent_frame(frame: bytes, length: int | None = None) -> MemoryNetwork:
 
 
 def receive(network: MemoryNetwork, **terms: Any) -> Any:
-    state, _ = pull(network.link(1), 0, Pull(terms.pop("timeout_s", 5), MAX_METADATA_BYTES, **terms))
+    state, _ = receive_state(
+        network.link(1), 0, ReceiveOptions(terms.pop("timeout_s", 5), MAX_METADATA_BYTES, **terms)
+    )
     return state
 
 
@@ -123,7 +125,7 @@ def test_a_length_is_checked_before_it_is_believed(length: int) -> None:
 def one_tensor(**changes: Any) -> bytes:
     fields = {"dtype": "float32", "itemsize": 4, "shape": (4,), "stride": (1,), "storage": 0, "offset": 0}
     spec = TensorSpec(**{**fields, **changes})
-    return encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (16,)), 1 << 20))
+    return encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (16,)), 1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def one_tensor(**changes: Any) -> bytes:
         (one_tensor(dtype="int64"), "int64 has 8 bytes"),
         (one_tensor(dtype="quint8", itemsize=1), "quint8"),
         (one_tensor(conj=True), "conj"),
-        (encode(Envelope(Manifest(0, (), (Leaf("hologram"),), (), ()), 1 << 20)), "hologram"),
+        (encode(Frame(Manifest(0, (), (Leaf("hologram"),), (), ()), 1 << 20)), "hologram"),
     ],
 )
 def test_what_cannot_be_built_here_is_refused_by_path_before_the_payload(
@@ -146,25 +148,25 @@ def test_what_cannot_be_built_here_is_refused_by_path_before_the_payload(
 
 def test_a_state_too_large_for_memory_is_said_so_and_drained() -> None:
     spec = TensorSpec("uint8", 1, (2,), (2**60,), 0, 0)
-    frame = encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (2**60 + 1,)), 1 << 20))
+    frame = encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (2**60 + 1,)), 1 << 20))
     with pytest.raises(StateError, match="no memory"):
         receive(sent_frame(frame), timeout_s=0.1)
 
 
 def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
     with pytest.raises(LinkTimeout) as raised:
-        receive(MemoryNetwork(), timeout_s=0.05, if_unmet="Is rank {peer} there?")
+        receive(MemoryNetwork(), timeout_s=0.05, question="Is rank {peer} there?")
     assert (raised.value.peer, raised.value.phase) == (0, "wait")
     assert "Is rank 0 there? The timeout was 0.05 s" in str(raised.value)
 
 
 def test_waiting_for_another_transfer_with_the_same_peer_is_booked_as_waiting() -> None:
-    group = Group()
-    terms = Pull(timeout_s=0.05, max_metadata_bytes=1000)
-    with group.header("receive", 0, lambda: 1.0), pytest.raises(LinkTimeout) as raised:
-        pull(MemoryNetwork().link(1), 0, terms, group)
+    link = MemoryNetwork().link(1)
+    terms = ReceiveOptions(timeout_s=0.05, max_metadata_bytes=1000)
+    with link.frames(0, "receive", 1.0), pytest.raises(LinkTimeout) as raised:
+        receive_state(link, 0, terms)
     assert (raised.value.peer, raised.value.phase) == (0, "wait")
-    assert "another transfer with this peer" in str(raised.value)
+    assert "another transfer with rank 0" in str(raised.value)
     assert "The timeout was 0.05 s" in str(raised.value)
 
 
@@ -172,7 +174,7 @@ def test_a_peer_that_was_heard_of_is_not_asked_after() -> None:
     network = MemoryNetwork()
     network.link(0).send(torch.tensor([100]), 1, LENGTH_TAG)
     with pytest.raises(LinkTimeout) as raised:
-        receive(network, timeout_s=0.05, if_unmet="Is rank {peer} there?")
+        receive(network, timeout_s=0.05, question="Is rank {peer} there?")
     assert "nothing came from rank 0 in time. The timeout was 0.05 s" in str(raised.value)
 
 
@@ -213,7 +215,7 @@ def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseExce
             raise error
         return digests(buffer, sizes)
 
-    monkeypatch.setattr(payload, "digests", fail)
+    monkeypatch.setattr(sink, "digests", fail)
 
 
 def test_an_error_that_is_not_ours_says_that_it_left_the_state_torn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +247,7 @@ def test_paths_that_are_dropped_are_no_part_of_what_is_torn(monkeypatch: pytest.
 
 
 def test_an_error_that_touched_nothing_is_not_its_own_cause() -> None:
-    envelope = encode(Envelope(Manifest(0, (), (Leaf("tensor", (0,)),), (SPEC,), (16,)), 1 << 20))
+    envelope = encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (SPEC,), (16,)), 1 << 20))
     with pytest.raises(LinkTimeout, match="nothing was overwritten") as raised:
         receive(sent_frame(envelope), target=lambda: torch.zeros(2, 2).t(), timeout_s=0.1)
     assert raised.value.__cause__ is None
@@ -257,7 +259,7 @@ def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
     def fail(*_: object, **__: object) -> object:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(destination, "assemble_in_place", fail)
+    monkeypatch.setattr(planning, "assemble_in_place", fail)
     local = {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(TargetTorn, match="MemoryError") as raised:
         receive(sent(STATE), target=lambda: local)
@@ -298,37 +300,34 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {f"t{n:03}": torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
-    original, calls = Ground.put_alike, []
+    original, calls = sink.scatter, []
 
-    def freed_at_the_second(self: Ground, chunks: Any, *args: Any) -> None:
-        calls.append(len(chunks))
+    def freed_at_the_second(memories: Any, pieces: Any, buffer: Any) -> None:
+        calls.append(len(pieces))
         if len(calls) == 2:
             raise StateError("the memory of a tensor was freed during the transfer")
-        original(self, chunks, *args)
+        original(memories, pieces, buffer)
 
-    monkeypatch.setattr(Ground, "put_alike", freed_at_the_second)
+    monkeypatch.setattr(sink, "scatter", freed_at_the_second)
     local = {key: torch.zeros_like(value) for key, value in state.items()}
     with pytest.raises(TargetTorn, match="freed") as raised:
-        receive(sent(state, ahead_bytes=1 << 30), target=lambda: local)
+        receive(sent(state, hash_first_bytes=1 << 30), target=lambda: local)
     assert len(raised.value.whole) == calls[0]
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
 
 
-class Freeing:
-    """A link after whose first large message some tensor's memory is freed, as sharded training does."""
+class Freeing(MemoryLink):
+    """Frees a tensor's memory after its first message, as sharded training does."""
 
-    def __init__(self, link: Any, tensor: torch.Tensor) -> None:
-        self._link = link
+    def __init__(self, network: MemoryNetwork, rank: int, tensor: torch.Tensor) -> None:
+        super().__init__(network, rank)
         self._tensor = tensor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
-
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._freeing(self._link.recv(buffer, peer, tag), buffer)
+        return self._freeing(super().recv(buffer, peer, tag), buffer)
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._freeing(self._link.send(buffer, peer, tag), buffer)
+        return self._freeing(super().send(buffer, peer, tag), buffer)
 
     def _freeing(self, pending: Any, buffer: torch.Tensor) -> Any:
         storage = self._tensor.untyped_storage()
@@ -348,27 +347,27 @@ class Freeing:
 def test_memory_that_is_freed_once_its_bytes_have_come_is_not_read(nbytes: int, verify: bool) -> None:
     local = torch.zeros(nbytes, dtype=torch.uint8)
     network = sent({"a": torch.ones(nbytes, dtype=torch.uint8)}, verify=verify)
-    terms = Pull(5, MAX_METADATA_BYTES, target=lambda: {"a": local}, verify=verify)
+    terms = ReceiveOptions(5, MAX_METADATA_BYTES, target=lambda: {"a": local}, verify=verify)
     with pytest.raises(TargetTorn, match="freed during the transfer"):
-        pull(Freeing(network.link(1), local), 0, terms)
+        receive_state(Freeing(network, 1, local), 0, terms)
 
 
 def test_memory_that_is_freed_once_it_was_sent_is_not_read() -> None:
     state = torch.ones(48_000_000, dtype=torch.uint8)
     with pytest.raises(StateError, match="freed during the transfer"):
-        push(Freeing(MemoryNetwork().link(0), state), [1], {"a": state}, Push(5, MAX_METADATA_BYTES))
+        send_state(Freeing(MemoryNetwork(), 0, state), [1], {"a": state}, SendOptions(5, MAX_METADATA_BYTES))
 
 
 def test_another_transfer_s_seal_is_not_taken_for_one_s_own() -> None:
     network = MemoryNetwork()
     link = network.link(0)
-    terms = Push(10, MAX_METADATA_BYTES)
+    terms = SendOptions(10, MAX_METADATA_BYTES)
     state = {"a": torch.ones(3 << 20, dtype=torch.uint8)}
-    push(link, [1], state, terms)
+    send_state(link, [1], state, terms)
     boxes = {address: list(box) for address, box in network._boxes.items() if box}
     # The same again, as if by another process with the same number: bytes and seals fit each other.
     other = MemoryNetwork()
-    push(other.link(0), [1], {"a": torch.full((3 << 20,), 2, dtype=torch.uint8)}, terms)
+    send_state(other.link(0), [1], {"a": torch.full((3 << 20,), 2, dtype=torch.uint8)}, terms)
     for address in list(boxes)[2:]:
         network._boxes[address] = other._boxes[address]
     with pytest.raises(Corrupted) as raised:

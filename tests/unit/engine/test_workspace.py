@@ -1,4 +1,4 @@
-"""What one transfer leaves to the next: used where it holds, and nowhere else."""
+"""What one transfer leaves to the next is used where it is valid, and only there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from tests.support.equality import assert_same
-from tests.support.transfer import ferry
+from tests.support.transfer import transfer
 from torchferry.core.plan import make_plan
-from torchferry.engine import recall, receiving
-from torchferry.engine.group import Group
+from torchferry.engine import Workspace, workspace
 from torchferry.errors import StateMismatch, Unsendable
 
 COUNT = 40
-"""Enough to be described at once."""
+"""Enough tensors to be described at once."""
+
+Workspaces = tuple[Workspace, Workspace]
 
 
 def state(fill: float = 0.0) -> dict[str, Any]:
@@ -26,8 +27,8 @@ def state(fill: float = 0.0) -> dict[str, Any]:
 
 
 @pytest.fixture
-def groups() -> tuple[Group, Group]:
-    return Group(), Group()
+def workspaces() -> Workspaces:
+    return Workspace(torch.device("cpu")), Workspace(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -35,30 +36,50 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every plan that is made."""
     made: list[object] = []
 
-    def make(*asked: Any) -> object:
-        made.append(make_plan(*asked))
+    def make(*args: Any, **keywords: Any) -> object:
+        made.append(make_plan(*args, **keywords))
         return made[-1]
 
-    monkeypatch.setattr(recall, "make_plan", make)
+    monkeypatch.setattr(workspace, "make_plan", make)
     return made
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
 def test_a_state_that_is_sent_again_is_planned_once_on_each_side(
-    groups: tuple[Group, Group], plans: list[object], in_place: bool
+    workspaces: Workspaces, plans: list[object], in_place: bool
 ) -> None:
     for fill in (0.0, 1.0, 2.0):
         into = state(-1.0) if in_place else None
-        assert_same(ferry(state(fill), into=into, groups=groups).state, state(fill))
+        assert_same(transfer(state(fill), into=into, workspaces=workspaces).state, state(fill))
     assert len(plans) == 2
 
 
-def test_what_arrives_again_is_recognised_and_not_decoded(groups: tuple[Group, Group]) -> None:
-    ferry(state(), groups=groups)
-    known = groups[1]._recalls["receive"].arrived
-    ferry(state(1.0), groups=groups)
-    assert known is not None
-    assert groups[1]._recalls["receive"].arrived is known
+def test_a_manifest_that_arrives_again_is_not_decoded_again(
+    workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer(state(), workspaces=workspaces)
+
+    def fail(*_: object) -> object:
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(workspace.codec, "decode_part", fail)
+    transfer(state(1.0), workspaces=workspaces)
+    with pytest.raises(AssertionError, match="decoded again"):
+        transfer({**state(), "more": torch.ones(1)}, workspaces=workspaces)
+
+
+def test_only_parts_that_differ_are_decoded(workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    original = workspace.codec.decode_part
+
+    def record(name: str, data: bytes) -> Any:
+        decoded.append(name)
+        return original(name, data)
+
+    transfer({**state(), "step": 1}, workspaces=workspaces)
+    monkeypatch.setattr(workspace.codec, "decode_part", record)
+    received = transfer({**state(), "step": 2}, workspaces=workspaces).state
+    assert (received["step"], decoded) == (2, ["leaves"])
 
 
 def as_it_is(one: dict[str, Any]) -> dict[str, Any]:
@@ -100,17 +121,19 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_state_that_differs_in_anything_arrives_as_it_is(
-    groups: tuple[Group, Group], change: Callable[[dict[str, Any]], dict[str, Any]]
+    workspaces: Workspaces, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    # By turns, and each three times: what was seen twice is recognised the third time.
+    # Alternate, and repeat: a kept manifest must not be used for another state.
     for fill, make in enumerate([as_it_is, change] * 2 + [as_it_is] * 3 + [change] * 3 + [as_it_is]):
         sent = make(state(fill))
-        assert_same(ferry(sent, groups=groups).state, make(state(fill)))
+        assert_same(transfer(sent, workspaces=workspaces).state, make(state(fill)))
         if not any(tensor.requires_grad for tensor in sent.values() if isinstance(tensor, torch.Tensor)):
-            assert_same(ferry(sent, into=make(state(-1.0)), groups=groups).state, make(state(fill)))
+            assert_same(
+                transfer(sent, into=make(state(-1.0)), workspaces=workspaces).state, make(state(fill))
+            )
 
 
-ALIKE_TO_PYTHON: dict[str, list[object]] = {
+EQUAL_TO_PYTHON: dict[str, list[object]] = {
     "values": [1, True, 1.0, 1 + 0j],
     "zeros": [0.0, -0.0, 0, False],
     "in a list": [[1], [True], [1.0]],
@@ -123,120 +146,96 @@ ALIKE_TO_PYTHON: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("alike", ALIKE_TO_PYTHON.values(), ids=ALIKE_TO_PYTHON)
-def test_what_python_calls_equal_is_not_taken_for_the_same(
-    groups: tuple[Group, Group], alike: list[object], in_place: bool
+@pytest.mark.parametrize("alike", EQUAL_TO_PYTHON.values(), ids=EQUAL_TO_PYTHON)
+def test_values_that_are_equal_to_python_are_not_mixed_up(
+    workspaces: Workspaces, alike: list[object], in_place: bool
 ) -> None:
     for value in (value for value in [*alike, *alike] for _ in range(3)):
         into = {**state(-1.0), "value": value} if in_place else None
-        arrived = ferry({**state(), "value": value}, into=into, groups=groups).state["value"]
+        arrived = transfer({**state(), "value": value}, into=into, workspaces=workspaces).state["value"]
         assert repr(arrived) == repr(value)
         assert type(arrived) is type(value)
 
 
-def test_what_is_left_of_long_metadata_is_not_kept_by_the_sender(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recall, "MOST_FRAME_BYTES", 10_000)
-    ferry(state(), groups=groups)
-    assert groups[0]._recalls
-    ferry({**state(), "long": b"1" * 10_000}, groups=groups)
-    assert not groups[0]._recalls
-
-
-def test_values_are_made_anew_for_every_arrival(groups: tuple[Group, Group]) -> None:
+def test_every_receive_gets_values_of_its_own(workspaces: Workspaces) -> None:
     sent = {**state(), "seen": {1, 2}, "order": [1, {"a": 2}], "rng": (3, (4, 5))}
-    first = ferry(sent, groups=groups).state
+    first = transfer(sent, workspaces=workspaces).state
     first["seen"].clear()
     first["order"][1]["a"] = "spoilt"
-    assert_same(ferry(sent, groups=groups).state, sent)
+    assert_same(transfer(sent, workspaces=workspaces).state, sent)
 
 
-def test_what_is_left_keeps_no_tensor_alive(groups: tuple[Group, Group]) -> None:
+def test_a_workspace_keeps_no_tensor_alive(workspaces: Workspaces) -> None:
     sent, into = state(), state(-1.0)
-    received = ferry(sent, groups=groups).state, ferry(sent, into=into, groups=groups).state
+    received = (
+        transfer(sent, workspaces=workspaces).state,
+        transfer(sent, into=into, workspaces=workspaces).state,
+    )
     watched = [weakref.ref(one["layer 0"]) for one in (sent, into, received[0])]
     del sent, into, received
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
 
 
-def test_memory_that_was_freed_meanwhile_is_found_though_the_description_is_the_same(
-    groups: tuple[Group, Group],
+def test_freed_memory_is_found_although_the_description_is_the_same(
+    workspaces: Workspaces,
 ) -> None:
     sent = state()
-    ferry(sent, groups=groups)
+    transfer(sent, workspaces=workspaces)
     sent["layer 4"].untyped_storage().resize_(0)
     with pytest.raises(Unsendable, match=r"layer 4.*freed"):
-        ferry(sent, groups=groups)
+        transfer(sent, workspaces=workspaces)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("count", [1, COUNT], ids=["one", "many"])
-def test_a_nested_tensor_where_plain_ones_were_is_refused_and_ends_nothing(
-    groups: tuple[Group, Group], count: int
-) -> None:
+def test_a_nested_tensor_in_the_place_of_a_plain_one_is_refused(workspaces: Workspaces, count: int) -> None:
     sent = {f"layer {n}": torch.ones(2) for n in range(count)}
     for _ in range(3):
-        ferry(sent, into=dict(sent), groups=groups)
+        transfer(sent, into=dict(sent), workspaces=workspaces)
     nested = {**sent, "layer 0": torch.nested.nested_tensor([torch.ones(2)])}
     with pytest.raises(Unsendable, match="nested"):
-        ferry(nested, groups=groups)
+        transfer(nested, workspaces=workspaces)
     for _ in range(3):
-        ferry(sent, into=dict(sent), groups=groups)
+        transfer(sent, into=dict(sent), workspaces=workspaces)
     with pytest.raises(StateMismatch, match="layer 0"):
-        ferry(sent, into=nested, groups=groups)
+        transfer(sent, into=nested, workspaces=workspaces)
 
 
 LARGE: dict[str, Callable[[], dict[object, object]]] = {
     "containers": lambda: {"a": [{} for _ in range(1000)]},
     "keys": lambda: dict.fromkeys(range(1000), 0),
     "values": lambda: {"a": list(range(1000))},
-    "bytes": lambda: {"a": b"0" * 9_000_000},
+    "bytes": lambda: {"a": b"0" * 100_000},
+    "tensors": lambda: {n: torch.ones(1) for n in range(1000)},
 }
 
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
-def test_what_takes_much_memory_without_tensors_is_not_kept(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch, large: Callable[[], dict[object, object]]
+def test_nothing_is_kept_of_a_long_part_of_a_manifest(
+    workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch, large: Callable[[], dict[object, object]]
 ) -> None:
-    monkeypatch.setattr(recall, "MOST_ITEMS", 1000)
+    monkeypatch.setattr(workspace, "_MAX_KEY_BYTES", 2000)
     for into in (None, large()):
-        ferry(large(), into=into, groups=groups)
-        assert not groups[0]._recalls
-        assert not groups[1]._recalls
+        transfer(large(), into=into, workspaces=workspaces)
+        for each in workspaces:
+            assert all(workspace._key_bytes(key) <= 2000 for key in each._entries)
+            assert "manifest" not in {key[0] for key in each._entries}
 
 
-def test_what_takes_much_memory_is_not_kept(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+def test_the_oldest_entries_go_first_when_there_are_too_many(
+    workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recall, "MOST_ITEMS", COUNT)
-    ferry(state(), groups=groups)
-    assert not groups[0]._recalls
-    assert not groups[1]._recalls
+    monkeypatch.setattr(workspace, "_MAX_BYTES", 30_000)
+    for number in range(20):
+        transfer({str(number): torch.ones(number + 1)}, workspaces=workspaces)
+        for each in workspaces:
+            assert each._nbytes == sum(map(workspace._key_bytes, each._entries)) <= 30_000
+    assert_same(transfer({"0": torch.ones(1)}, workspaces=workspaces).state, {"0": torch.ones(1)})
 
 
-def test_nothing_is_kept_of_long_metadata(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiving, "MOST_FRAME_BYTES", 100)
-    for into in (None, state(-1.0)):
-        ferry(state(), into=into, groups=groups)
-        assert not groups[1]._recalls
-
-
-def test_a_large_local_state_is_not_kept_though_little_of_it_arrives(
-    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recall, "MOST_ITEMS", COUNT - 1)
-    ferry({"layer 0": torch.ones(2, 3)}, into=state(), strict=False, groups=groups)
-    assert groups[0]._recalls
-    assert not groups[1]._recalls
-
-
-def test_what_was_refused_leaves_nothing(groups: tuple[Group, Group]) -> None:
-    ferry(state(), into=state(), groups=groups)
+def test_a_rejected_state_does_not_change_later_transfers(workspaces: Workspaces) -> None:
+    transfer(state(), into=state(), workspaces=workspaces)
     with pytest.raises(StateMismatch):
-        ferry(state(), into=moved_on(state()) | {"more": torch.ones(1)}, groups=groups)
-    assert not groups[1]._recalls
-    assert_same(ferry(state(1.0), into=state(), groups=groups).state, state(1.0))
+        transfer(state(), into=moved_on(state()) | {"more": torch.ones(1)}, workspaces=workspaces)
+    assert_same(transfer(state(1.0), into=state(), workspaces=workspaces).state, state(1.0))

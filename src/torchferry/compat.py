@@ -1,0 +1,239 @@
+"""The pickled metadata of torch's PGTransport, which the contract fixes, and pickled leaves.
+
+No other module imports pickle. Unless the caller allows pickle, metadata is first scanned opcode by opcode,
+and refused if an opcode could import, construct or call.
+
+Torch's PGTransport sends the whole storage of each tensor in one message. `_to_frame` expresses that as a
+manifest, so that the engine receives such a state with all its checks.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+
+from torchferry.core.codec import Frame
+from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.showing import show
+from torchferry.core.soundness import check as validate
+from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
+from torchferry.tensors.describe import describe
+from torchferry.tensors.memory import dtype_name
+from torchferry.tensors.values import to_wire
+from torchferry.torch_internals import pytree
+
+_MAX_SCANNED_BYTES = 1 << 16
+"""How far a pickle is scanned. Metadata without opcodes that are refused is never that long."""
+
+# Opcodes that only build data. The others name globals, call, build instances, ask for persistent or
+# out-of-band objects, allocate by a number in the pickle (PUT, BYTEARRAY8), or hash (dict items, sets):
+# tuples nested a hundred deep, each twice in the next, take for ever to hash.
+# fmt: off
+DATA_OPCODES = frozenset({
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "MEMOIZE", "BINPUT", "GET", "BINGET",
+    "LONG_BINGET",
+    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4",
+    "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "EMPTY_DICT", "EMPTY_SET",
+})
+# fmt: on
+
+_UNCUT_BYTES = 2**62
+"""A chunk size that no storage reaches: torch's PGTransport does not cut storages."""
+
+
+@dataclass
+class ContractTensorMeta:
+    """A strided tensor in the contract. `nbytes` is the size of its whole storage, which is sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    storage_offset: int
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class ContractStateMeta:
+    """A state in the contract: its tree, the path of each leaf, and each leaf."""
+
+    treespec: Any
+    paths: list[Any]
+    non_tensor_leaves: list[object]
+
+
+def cast_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole storage of a tensor as a flat tensor of a dtype.
+
+    Raises:
+        Unsendable: the tensor is of a subclass, which may have more than a storage.
+    """
+    if type(tensor) is not torch.Tensor:
+        raise Unsendable(f"only plain tensors can be cast, not {type(tensor)}")
+    return torch.tensor(tensor.untyped_storage(), dtype=dtype, device=tensor.device)
+
+
+def prepare_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ContractTensorMeta]:
+    """Return the storage of a tensor as bytes, and its description."""
+    meta = ContractTensorMeta(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        storage_offset=int(tensor.storage_offset()),
+        stride=tensor.stride(),
+        nbytes=tensor.untyped_storage().nbytes(),
+    )
+    return cast_storage(tensor, torch.uint8), meta
+
+
+def prepare_state(state_dict: object, device: torch.device) -> tuple[ContractStateMeta, list[torch.Tensor]]:
+    """Describe a state of plain tensors and values, and return its storages as bytes.
+
+    `device` is not used.
+    """
+    found, treespec = pytree().tree_flatten_with_path(state_dict)
+    leaves: list[object] = []
+    storages: list[torch.Tensor] = []
+    for _, value in found:
+        if isinstance(value, torch.Tensor):
+            is_parameter = type(value) is torch.nn.Parameter
+            storage, meta = prepare_tensor(value.detach() if is_parameter else value)
+            storages.append(storage)
+            leaves.append(meta)
+        else:
+            leaves.append(value)
+    return ContractStateMeta(treespec, [path for path, _ in found], leaves), storages
+
+
+def dump_leaf(value: object) -> bytes:
+    """Pickle a leaf.
+
+    Raises:
+        Unsendable: pickle can't encode it.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise Unsendable(f"a {type(value).__qualname__} can't be pickled either: {error}") from None
+
+
+def load_leaf(data: bytes) -> object:
+    """Unpickle a leaf. This runs any code that the sender put there.
+
+    Raises:
+        BadManifest: it is not a pickle, or names something that does not exist here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise BadManifest(f"a pickled leaf can't be loaded here: {error!r}") from error
+
+
+def decode_pickled(data: bytes, *, allow_pickle: bool) -> Frame:
+    """Decode the metadata of torch's PGTransport, as far as it is only data or pickle is allowed.
+
+    Raises:
+        PickleRefused: it is a pickle that could run code, and pickle is not allowed.
+        BadManifest: it is not such metadata.
+    """
+    if not allow_pickle:
+        refuse_code(data)
+    try:
+        meta = pickle.loads(data)
+    except Exception as error:
+        raise BadManifest(
+            f"the peer's metadata is neither torchferry's nor a pickle ({error}): does the peer run the same "
+            "version of torchferry?"
+        ) from None
+    if not isinstance(meta, ContractStateMeta):
+        raise BadManifest(f"the peer's metadata is a pickled {type(meta).__qualname__}, not that of a state")
+    try:
+        return _to_frame(meta)
+    except (FerryError, TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        reason = error.what if isinstance(error, FerryError) else error
+        raise BadManifest(f"the peer's pickled metadata does not describe a state: {reason}") from None
+
+
+def refuse_code(data: bytes) -> None:
+    """Scan a pickle up to its end, or to a byte that is no opcode. Loading stops there too.
+
+    Raises:
+        PickleRefused: an opcode could run code, the pickle is too long, or it can't be scanned: the unpickler
+            may understand more than the scanner.
+    """
+    advice = "nothing was loaded. Send with torchferry, or set allow_pickle=True where the sender is trusted"
+    try:
+        for opcode, _, at in pickletools.genops(data):
+            if at is not None and at > _MAX_SCANNED_BYTES:
+                raise PickleRefused(
+                    f"the peer's metadata looks like a pickle of {len(data)} bytes, which is too long to "
+                    f"scan for code; {advice}"
+                )
+            if opcode.name not in DATA_OPCODES:
+                raise PickleRefused(
+                    f"the peer's metadata is a pickle with the opcode {opcode.name} at byte {at}, which "
+                    f"could run code here, or run for ever; {advice}"
+                )
+    except (ValueError, UnicodeError, OverflowError) as error:
+        # genops begins only this message with "at position": there is no such opcode.
+        if not str(error).startswith("at position "):
+            raise PickleRefused(
+                f"the peer's metadata looks like a pickle, but can't be scanned ({error}); nothing was loaded"
+            ) from None
+
+
+def _to_frame(meta: ContractStateMeta) -> Frame:
+    """Express a state of the contract as a frame: one storage for each tensor, sent whole."""
+    leaves = meta.non_tensor_leaves
+    # Describe the tree with a number for each leaf, and put leaf n in the place of number n.
+    tree = describe(pytree().tree_unflatten(list(range(len(leaves))), meta.treespec)).manifest
+    tensors: list[TensorSpec] = []
+    storages: list[int] = []
+    described: list[Leaf] = []
+    for placeholder in tree.leaves:
+        value = leaves[placeholder.traits]  # type: ignore[index]
+        if isinstance(value, ContractTensorMeta):
+            described.append(Leaf("tensor", (len(tensors),)))
+            tensors.extend(_specs(value, len(storages)))
+            storages.append(_count(value.nbytes))
+        else:
+            described.append(Leaf(VALUE, traits=to_wire(value)))
+    manifest = Manifest(tree.root, tree.branches, tuple(described), tuple(tensors), tuple(storages))
+    validate(manifest)
+    return Frame(manifest, _UNCUT_BYTES)
+
+
+def _specs(meta: ContractTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
+    """Describe a tensor, and its whole storage as a tensor without a leaf, so that all bytes are moved."""
+    itemsize = meta.dtype.itemsize
+    tensor = TensorSpec(
+        dtype_name(meta.dtype),
+        itemsize,
+        tuple(map(_count, meta.shape)),
+        tuple(map(_count, meta.stride)),
+        storage,
+        _count(meta.storage_offset) * itemsize,
+    )
+    return tensor, TensorSpec("uint8", 1, (_count(meta.nbytes),), (1,), storage, 0)
+
+
+def _count(number: object) -> int:
+    """Convert a number to a plain int. A float or numpy number that equals it would not do.
+
+    Raises:
+        BadManifest: it is not an integer, or out of range.
+    """
+    try:
+        count = int(index(number))  # type: ignore[arg-type]
+    except TypeError:
+        raise BadManifest(f"a tensor has the size, stride or offset {show(number)}") from None
+    if not 0 <= count < 2**63:
+        raise BadManifest(f"a tensor has the size, stride or offset {show(count)}, which is out of range")
+    return count

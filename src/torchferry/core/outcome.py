@@ -1,0 +1,93 @@
+"""What a transfer did to the local state: which paths are whole, which are torn, which are untouched."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from torchferry.core.extents import Extent
+from torchferry.core.extents import TooIntricate as TooIrregular
+from torchferry.core.landing import users_of
+from torchferry.core.manifest import Manifest
+from torchferry.core.plan import Plan
+from torchferry.core.tree import Path, format_path, occurrences
+
+
+class ChunkState(IntEnum):
+    """What happened to the local bytes of one chunk. A chunk only ever moves down this list."""
+
+    UNTOUCHED = 0
+    WRITTEN = 1  # its bytes, or some of them, may be overwritten
+    WHOLE = 2  # verified and written
+    DAMAGED = 3  # its bytes are not those that were sent
+
+
+class Outcome(NamedTuple):
+    """Paths of leaves with tensors, by what happened to them."""
+
+    whole: tuple[str, ...]
+    torn: tuple[str, ...]
+    untouched: tuple[str, ...]
+
+
+def outcome(
+    manifest: Manifest,
+    plan: Plan,
+    chunks: Sequence[int],
+    *,
+    unfinished: Collection[int] = (),
+    paired: Collection[Path] | None = None,
+) -> Outcome:
+    """Return what happened to each path that both sides have, given the state of each chunk.
+
+    The tensors in `unfinished` are not whole although all their chunks are: they are copied from scratch
+    memory when everything has arrived. `paired` lists the paths that both sides have; None means all.
+    """
+    users = _users(plan.extents, manifest)
+    fates: defaultdict[int, set[str]] = defaultdict(set)
+    for chunk, state in zip(plan.chunks, chunks, strict=True):
+        for tensor in users[chunk.extent]:
+            if state == ChunkState.UNTOUCHED:
+                fates[tensor].add("untouched")
+            elif state == ChunkState.WHOLE and tensor not in unfinished:
+                fates[tensor].add("whole")
+            else:
+                fates[tensor].add("torn")
+    found: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
+    for path, number in occurrences(manifest):
+        parts = manifest.leaves[number].parts
+        if not parts or (paired is not None and path not in paired):
+            continue
+        # A tensor without bytes has no chunks. It is whole.
+        seen = set().union(*(fates.get(part, {"whole"}) for part in parts))
+        found[seen.pop() if len(seen) == 1 else "torn"].append(format_path(path))
+    return Outcome(tuple(found["whole"]), tuple(found["torn"]), tuple(found["untouched"]))
+
+
+def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[str]:
+    """Return the paths of the leaves that have bytes in the given chunks."""
+    users = _users(plan.extents, manifest)
+    extents = {plan.chunks[number].extent for number in chunks}
+    tensors = {tensor for extent in extents for tensor in users[extent]}
+    return [
+        format_path(path)
+        for path, leaf in occurrences(manifest)
+        if tensors.intersection(manifest.leaves[leaf].parts)
+    ]
+
+
+def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
+    """Return the tensors that have bytes in each extent.
+
+    If their views are too irregular, return all tensors of the storage: then more paths count as torn than
+    are, but never fewer.
+    """
+    try:
+        return users_of(extents, manifest)
+    except TooIrregular:
+        by_storage: defaultdict[int, list[int]] = defaultdict(list)
+        for number, spec in enumerate(manifest.tensors):
+            by_storage[spec.storage].append(number)
+        return [by_storage[extent.storage] for extent in extents]

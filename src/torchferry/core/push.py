@@ -1,0 +1,226 @@
+"""The push protocol: the states of both ends, and the bytes around the payload.
+
+A sender sends the length of a frame, the frame (`codec`), and then the messages of the plan (`plan`), in
+order. If the state is small, the frame has the digests of all chunks. Otherwise digest blocks follow the
+messages, so that the first byte need not wait for the last one to be hashed. A sender or a forwarding
+receiver that fails sends an abort in the place of the next message. `docs/protocol.md` has the protocol on
+one page.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from torchferry.core.manifest import Count
+from torchferry.errors import BadManifest
+
+
+class SenderState(Enum):
+    """The state of a sender towards one receiver."""
+
+    DESCRIBING = "describing"  # nothing is sent yet
+    REFUSED = "refused"  # final: a refusal took the place of the frame
+    SENDING = "sending"  # the frame, and the payload if the receiver gets it from this sender
+    ABORTED = "aborted"  # final: the receiver was told that no more messages follow
+    SENT = "sent"  # final: the link has every byte
+
+
+SENDER: Mapping[SenderState, frozenset[SenderState]] = {
+    SenderState.DESCRIBING: frozenset({SenderState.REFUSED, SenderState.SENDING}),
+    SenderState.SENDING: frozenset({SenderState.SENT, SenderState.ABORTED}),
+    SenderState.REFUSED: frozenset(),
+    SenderState.ABORTED: frozenset(),
+    SenderState.SENT: frozenset(),
+}
+"""The states that may follow each state of a sender. Any state may also end with an error."""
+
+
+class ReceiverState(Enum):
+    """The state of a receiver."""
+
+    DESCRIBING = "describing"  # the local state, while the sender describes its own
+    WAITING = "waiting"  # for the length of a frame
+    HEADER = "header"  # the frame arrives and is decoded
+    COMPARING = "comparing"  # the incoming state with the local one
+    DRAINING = "draining"  # the state does not fit: messages are received and dropped
+    RECEIVING = "receiving"  # messages arrive and are written
+    CHECKING = "checking"  # every message has arrived
+    ASSEMBLING = "assembling"  # containers are built around the received tensors
+    DONE = "done"  # final
+    REJECTED = "rejected"  # final: drained, or the sender refused to send
+
+
+_FOLLOWING = {
+    ReceiverState.DESCRIBING: {ReceiverState.WAITING},
+    ReceiverState.WAITING: {ReceiverState.HEADER},
+    # A refusal of an earlier step is skipped, and the receiver waits again.
+    ReceiverState.HEADER: {ReceiverState.COMPARING, ReceiverState.REJECTED, ReceiverState.WAITING},
+    ReceiverState.COMPARING: {ReceiverState.RECEIVING, ReceiverState.DRAINING},
+    ReceiverState.DRAINING: {ReceiverState.REJECTED},
+    ReceiverState.RECEIVING: {ReceiverState.CHECKING},
+    ReceiverState.CHECKING: {ReceiverState.ASSEMBLING},
+    ReceiverState.ASSEMBLING: {ReceiverState.DONE},
+    ReceiverState.DONE: set[ReceiverState](),
+    ReceiverState.REJECTED: set[ReceiverState](),
+}
+RECEIVER: Mapping[ReceiverState, frozenset[ReceiverState]] = {
+    state: frozenset(following) for state, following in _FOLLOWING.items()
+}
+"""The states that may follow each state of a receiver. Any state may also end with an error."""
+
+PHASES: Mapping[ReceiverState, str] = {
+    ReceiverState.DESCRIBING: "describe",
+    ReceiverState.WAITING: "wait",
+    ReceiverState.HEADER: "receive metadata",
+    ReceiverState.COMPARING: "compare",
+    ReceiverState.DRAINING: "compare",
+    ReceiverState.RECEIVING: "receive tensors",
+    ReceiverState.CHECKING: "receive tensors",
+    ReceiverState.ASSEMBLING: "assemble",
+}
+"""What reports and errors call the states of a receiver."""
+
+MESSAGES_PENDING = frozenset(
+    {
+        ReceiverState.WAITING,
+        ReceiverState.HEADER,
+        ReceiverState.COMPARING,
+        ReceiverState.DRAINING,
+        ReceiverState.RECEIVING,
+    }
+)
+"""If a receiver fails in one of these states, messages of the transfer may still arrive, and the group can't
+be used again."""
+
+StateT = TypeVar("StateT", SenderState, ReceiverState)
+
+
+class Machine(Generic[StateT]):
+    """The current state of one end, held to its table."""
+
+    def __init__(self, table: Mapping[StateT, frozenset[StateT]], start: StateT) -> None:
+        self.state: StateT = start
+        self._table: Mapping[StateT, frozenset[StateT]] = table
+
+    def advance(self, to: StateT) -> None:
+        """Enter the next state."""
+        assert to in self._table[self.state], f"{self.state} is not followed by {to}"
+        self.state = to
+
+
+NONCE_BYTES = 16
+
+
+class TransferId(NamedTuple):
+    """What tells transfers apart: the sending rank, its number for the transfer, and random bytes."""
+
+    origin: int
+    serial: int
+    nonce: bytes
+
+
+class Route(Struct, frozen=True, array_like=True):
+    """Where one receiver gets the payload from, and which receiver it forwards the payload to.
+
+    `before` lists the receivers between the sender and `source`, the nearest to `source` first.
+    """
+
+    source: Count
+    next: Count | None = None
+    before: tuple[Count, ...] = ()
+
+
+def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
+    """Return the route of each receiver if they forward to each other in the given order.
+
+    >>> chain(0, [4, 2])
+    {4: Route(source=0, next=2, before=()), 2: Route(source=4, next=None, before=())}
+    """
+    sources = (origin, *receivers)
+    followers = (*receivers[1:], None)
+    return {
+        receiver: Route(source, follower, tuple(reversed(receivers[: max(place - 1, 0)])))
+        for place, (receiver, source, follower) in enumerate(zip(receivers, sources, followers, strict=False))
+    }
+
+
+_ABORT = b"torchferry:abort"
+ABORT_BYTES = len(_ABORT) + NONCE_BYTES + 8
+
+
+def encode_abort(nonce: bytes, failed_rank: int) -> bytes:
+    """Encode the abort that takes the place of a transfer's next message.
+
+    >>> decode_abort(encode_abort(bytes(NONCE_BYTES), 3) + b"more", bytes(NONCE_BYTES))
+    3
+    """
+    return _ABORT + nonce + struct.pack("<Q", failed_rank)
+
+
+def decode_abort(head: bytes, nonce: bytes) -> int | None:
+    """Return the failed rank if a message begins with an abort of this transfer, else None."""
+    if not nonce or len(head) < ABORT_BYTES or not head.startswith(_ABORT + nonce):
+        return None
+    (failed_rank,) = struct.unpack_from("<Q", head, ABORT_BYTES - 8)
+    return int(failed_rank)
+
+
+class DigestBlock(Struct, frozen=True, gc=False):
+    """A message with the digests of the chunks from `first` to `end`.
+
+    The last one also says whether the state changed. A block is long enough for an abort.
+    """
+
+    first: int
+    end: int
+    last: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size on the wire."""
+        return max(NONCE_BYTES + 8 * (self.end - self.first + 1), ABORT_BYTES)
+
+
+class Digests(NamedTuple):
+    """The content of a digest block."""
+
+    nonce: bytes
+    digests: tuple[int, ...]
+    changed: bool
+
+
+def encode_block(block: DigestBlock, digests: Sequence[int], nonce: bytes, *, changed: bool = False) -> bytes:
+    """Encode a digest block: the nonce, whether the state changed, and a 64-bit digest for each chunk."""
+    return (nonce + struct.pack(f"<{len(digests) + 1}Q", changed, *digests)).ljust(block.nbytes, b"\0")
+
+
+def decode_block(block: DigestBlock, data: bytes) -> Digests:
+    """Decode a digest block."""
+    count = block.end - block.first
+    changed, *digests = struct.unpack_from(f"<{count + 1}Q", data, NONCE_BYTES)
+    return Digests(data[:NONCE_BYTES], tuple(digests), changed != 0)
+
+
+HASH_FIRST_BYTES = 1 << 20
+"""States up to this size are hashed before they are sent, which takes 0.1 ms and saves a message."""
+
+MAX_METADATA_BYTES = 256 << 20
+"""The longest frame that is accepted by default. A hundred thousand tensors need about 6 MiB."""
+
+
+def check_length(length: int, max_bytes: int) -> None:
+    """Check the announced length of a frame before memory is allocated for it.
+
+    Raises:
+        BadManifest: it is not the length of an acceptable frame.
+    """
+    if not 0 < length <= max_bytes:
+        raise BadManifest(
+            f"the peer announces {length} bytes of metadata; 1 to {max_bytes} are accepted. Either the peer "
+            "does not run a torchferry transfer, or max_metadata_bytes is too small for the state"
+        )

@@ -1,0 +1,94 @@
+"""How far a transfer with one peer has got, and whether the transfer is cancelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchferry.core.manifest import Manifest
+from torchferry.core.outcome import paths_of
+from torchferry.core.plan import Plan
+from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout, PeerGaveUp
+
+
+@dataclass
+class Progress:
+    """Progress with one peer. The lane that moves bytes writes it, the caller that watches the lane reads it.
+
+    `contacted` is False until the peer has received or sent a message. `waiting_since_s` is None while the
+    lane works by itself. `idle` means that the lane waits for another lane, not for the peer.
+    """
+
+    peer: int
+    bytes_due: int = 0
+    bytes_done: int = 0
+    messages_done: int = 0
+    contacted: bool = True
+    idle: bool = False
+    waiting_since_s: float | None = None
+
+    def add(self, nbytes: int) -> None:
+        """Count one completed message."""
+        self.bytes_done += nbytes
+        self.messages_done += 1
+
+    def __str__(self) -> str:
+        return f"{self.bytes_done:,} of {self.bytes_due:,} bytes done"
+
+
+class Cancellation:
+    """Tells a lane that its result is not wanted any more, so that it writes nothing more."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Cancel the lane."""
+        self.is_set = True
+
+    def raise_if_cancelled(self) -> None:
+        """Stop a cancelled lane.
+
+        Raises:
+            LinkTimeout: the lane is cancelled. The caller has its error already and never sees this one.
+        """
+        if self.is_set:
+            raise LinkTimeout("the transfer was cancelled")
+
+
+def with_progress(
+    error: FerryError,
+    progress: Progress,
+    phase: str,
+    *,
+    timeout_s: float,
+    question: str = "",
+    content: tuple[Manifest, Plan] | None = None,
+) -> FerryError:
+    """Return an error with its peer, its phase, and how far the transfer got before the link failed.
+
+    `question` is asked if a deadline passed and the peer was never heard of. `content` is what was being
+    transferred.
+    """
+    path, more = None, ""
+    is_failed_link = isinstance(error, (LinkError, PeerGaveUp)) and not isinstance(error, Corrupted)
+    if is_failed_link and content is not None:
+        manifest, plan = content
+        path = _next_path(progress, manifest, plan)
+        more = f"; {progress}" + (f", last at {path}" if path else "")
+        if not progress.contacted:
+            more += " (the peer did not even receive the metadata)"
+    if isinstance(error, LinkTimeout):
+        if question and not progress.contacted:
+            more += f". {question.format(peer=progress.peer)}"
+        if not isinstance(error, LinkStalled):
+            more += f"{'' if more.endswith('?') else '.'} The timeout was {timeout_s:g} s"
+    return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)
+
+
+def _next_path(progress: Progress, manifest: Manifest, plan: Plan) -> str | None:
+    """Return the path of a leaf in the message that did not complete."""
+    if not plan.messages:
+        return None
+    message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
+    paths = paths_of(manifest, plan, {message.first})
+    return paths[0] if paths else None

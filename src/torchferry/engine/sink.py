@@ -1,0 +1,303 @@
+"""A sink: takes the chunks of an incoming state, in any order, and writes them where they belong.
+
+At any moment a sink can tell which paths of the local state are whole, torn and untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+
+import torch
+
+from torchferry.core.compare import TensorPair
+from torchferry.core.landing import LAND_ALIKE as SAME_LAYOUT
+from torchferry.core.landing import Direct
+from torchferry.core.landing import Landing as Placement
+from torchferry.core.landing import Landings as Placements
+from torchferry.core.manifest import Manifest
+from torchferry.core.outcome import ChunkState, Outcome, outcome
+from torchferry.core.plan import Chunk, Message, Plan
+from torchferry.core.tree import Path
+from torchferry.engine.digest import digests
+from torchferry.errors import StateError
+from torchferry.tensors.describe import Description
+from torchferry.tensors.fresh import Fresh as FreshMemory
+from torchferry.tensors.memory import (
+    CPU,
+    Memory,
+    check_room,
+    new_memory,
+    raw_over,
+    reread,
+    run_of,
+    scatter,
+    store,
+)
+from torchferry.tensors.spread import once as without_repeats
+from torchferry.tensors.spread import spread as write_items
+
+_PIECES_AT_ONCE = 1024
+"""How many pieces are written between two checks for cancellation."""
+
+BeforeWrite = Callable[[], None]
+"""Called before memory is written. It may raise, and then nothing more is written."""
+
+
+class Sink:
+    """Writes chunks to fresh memory, to the local state, or nowhere.
+
+    `paired` lists the paths that both states have; None means all. `written` lists the local tensors that are
+    written. `failure` is set when there is no memory for the fresh state: chunks are dropped from then on.
+    `sender_changed` is set when the sender's state changed while it was being sent.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: Plan,
+        placements: Placements = SAME_LAYOUT,
+        *,
+        fresh: FreshMemory | None = None,
+        local: Description | None = None,
+        written: Collection[int] = (),
+        paired: Collection[Path] | None = None,
+    ) -> None:
+        self.failure: StateError | None = None
+        self.sender_changed = False
+        self._manifest = manifest
+        self._plan = plan
+        self._placements = placements
+        self._fresh = fresh
+        self._local = local
+        self._written = written
+        self._paired = paired
+        self._scratch: dict[int, Memory] = {}
+        self._states = bytearray(len(plan.chunks))
+        self._digests: dict[int, int] = {}
+        self._opened: dict[int, Direct] = {}
+
+    @classmethod
+    def discarding(cls, manifest: Manifest, plan: Plan) -> Sink:
+        """Make a sink that drops all chunks."""
+        return cls(manifest, plan, Placements((Placement(),) * len(plan.extents)))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the sink writes to the local state."""
+        return self._local is not None
+
+    @property
+    def is_all_cpu(self) -> bool:
+        """Whether all memory that the sink writes is on the CPU, as fresh memory always is."""
+        return self._local is None or self._local.is_all_cpu
+
+    def allocate(self, storages: Collection[int]) -> None:
+        """Allocate fresh memory for these incoming storages now, before anything is written.
+
+        Raises:
+            StateError: there is not enough memory.
+        """
+        if self._fresh is not None:
+            self._fresh.set_aside(storages)
+            return
+        check_room(sum(self._manifest.storages[storage] for storage in storages), "the fresh tensors")
+        for storage in storages:
+            self.scratch(storage)
+
+    def direct_place(self, message: Message, takes: Callable[[torch.device], bool]) -> Direct | None:
+        """Return a place where the link itself can write a message; None if it must be staged."""
+        chunk = self._plan.chunks[message.first]
+        if message.end - message.first > 1 or chunk.piece.repeats:
+            return None
+        places = self._placements.of(chunk).direct
+        return next((place for place in places if takes(self._memory(place).device)), None)
+
+    def open(self, message: Message, place: Direct) -> torch.Tensor:
+        """Return the memory of a place, for the link to write. `mark_written` follows when it may begin."""
+        piece = self._plan.chunks[message.first].piece
+        if self._fresh is not None:
+            self._fresh.fault_in(piece)
+        self._opened[message.first] = place
+        return run_of(self._memory(place), piece)
+
+    def write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite = lambda: None) -> None:
+        """Write the chunks of a message, which are consecutive in the buffer, to every place but an open one.
+
+        Raises:
+            StateError: memory of the local state was freed.
+        """
+        if self.failure is not None:
+            return
+        try:
+            self._write(message, buffer, before_write)
+        except StateError as error:
+            if self.is_local:
+                raise
+            self.failure = error
+
+    def _write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite) -> None:
+        chunks = self._plan.chunks_of(message)
+        opened = self._opened.pop(message.first, None)
+        if opened is not None:
+            placement = self._placements.of(chunks[0])
+            others = tuple(place for place in placement.direct if place != opened)
+            self._write_one(chunks[0], Placement(others, placement.spread), buffer, before_write)
+        elif not self._placements.alike:
+            placements = [self._placements.of(chunk) for chunk in chunks]
+            if any(placement.direct or placement.spread for placement in placements):
+                self.mark_written(message)
+                self._write_placed(chunks, placements, buffer, before_write)
+        elif self._fresh is not None:
+            self._fresh.unpack(chunks, buffer)
+        elif self._local is not None:
+            self.mark_written(message)
+            memories = [self._local.memories[chunk.piece.storage] for chunk in chunks]
+            self._scatter(chunks, memories, buffer, before_write)
+
+    def _write_placed(
+        self,
+        chunks: Sequence[Chunk],
+        placements: Sequence[Placement],
+        buffer: torch.Tensor,
+        before_write: BeforeWrite,
+    ) -> None:
+        start = 0
+        for has_one_place, group in groupby(zip(chunks, placements, strict=True), key=_has_one_place):
+            pairs = list(group)
+            sizes = [chunk.nbytes for chunk, _ in pairs]
+            flat = buffer[start : start + sum(sizes)]
+            start += flat.nbytes
+            if has_one_place:
+                memories = [self._memory(placement.direct[0]) for _, placement in pairs]
+                self._scatter([chunk for chunk, _ in pairs], memories, flat, before_write)
+                continue
+            for (chunk, placement), data in zip(pairs, flat.split(sizes), strict=True):
+                self._write_one(chunk, placement, data, before_write)
+
+    def _scatter(
+        self,
+        chunks: Sequence[Chunk],
+        memories: Sequence[Memory],
+        buffer: torch.Tensor,
+        before_write: BeforeWrite,
+    ) -> None:
+        start = 0
+        for first in range(0, len(chunks), _PIECES_AT_ONCE):
+            before_write()
+            pieces = [chunk.piece for chunk in chunks[first : first + _PIECES_AT_ONCE]]
+            end = start + sum(piece.nbytes for piece in pieces)
+            scatter(memories[first : first + _PIECES_AT_ONCE], pieces, buffer[start:end])
+            start = end
+
+    def _write_one(
+        self, chunk: Chunk, placement: Placement, buffer: torch.Tensor, before_write: BeforeWrite
+    ) -> None:
+        for place in placement.direct:
+            before_write()
+            store(self._memory(place), chunk.piece, buffer)
+        for items in placement.spread:
+            before_write()
+            assert self._local is not None, "only local tensors are written item by item"
+            write_items(
+                buffer,
+                chunk.piece,
+                chunk.position,
+                self._manifest.tensors[items.incoming],
+                self._local.tensors[items.local],
+                self._local.manifest.tensors[items.local],
+                covers=items.covers,
+            )
+
+    def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
+        """Hash the received chunks of a message.
+
+        Raises:
+            StateError: memory of the local state was freed.
+        """
+        sizes = [chunk.nbytes for chunk in self._plan.chunks_of(message)]
+        self._digests.update(zip(range(message.first, message.end), digests(buffer, sizes), strict=True))
+
+    def verify(self, first: int, expected: Sequence[int]) -> None:
+        """Compare the digests of received chunks, from the chunk `first` on, with those of the sender."""
+        for number, digest in enumerate(expected, first):
+            matches = self._digests.pop(number, None) == digest
+            self._states[number] = ChunkState.WHOLE if matches else ChunkState.DAMAGED
+
+    def mark_written(self, message: Message) -> None:
+        """Count the chunks of a message as written, perhaps partly."""
+        self._mark(message, ChunkState.WRITTEN)
+
+    def accept(self, message: Message) -> None:
+        """Count the chunks of a message as whole without verification."""
+        self._mark(message, ChunkState.WHOLE)
+
+    def mark_damaged(self, first: int, end: int) -> None:
+        """Count chunks as damaged, because their digests did not arrive."""
+        self._states[first:end] = bytes([ChunkState.DAMAGED]) * (end - first)
+
+    def _mark(self, message: Message, state: ChunkState) -> None:
+        self._states[message.first : message.end] = bytes([state]) * (message.end - message.first)
+
+    def damaged(self) -> list[int]:
+        """Return the numbers of the damaged chunks."""
+        return [number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED]
+
+    def distrust(self) -> None:
+        """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
+        self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
+
+    def outcome(self) -> Outcome:
+        """Return which paths of the local state are whole, torn and untouched now."""
+        unfinished = {pair.incoming for pair in self._placements.whole}
+        return outcome(self._manifest, self._plan, self._states, unfinished=unfinished, paired=self._paired)
+
+    def copy_from_scratch(self) -> None:
+        """Copy the tensors that had to arrive completely before they could be written."""
+        pairs: Sequence[TensorPair] = self._placements.whole
+        for pair in pairs:
+            assert self._local is not None, "only local tensors are copied to"
+            theirs = self._manifest.tensors[pair.incoming]
+            ours = self._local.manifest.tensors[pair.local]
+            received = without_repeats(raw_over(self._scratch[theirs.storage], theirs))
+            target = without_repeats(raw_over(self._local.memories[ours.storage], ours))
+            target.copy_(reread(received, theirs, ours))
+
+    def scratch(self, storage: int) -> Memory:
+        """Return the scratch memory of an incoming storage.
+
+        Raises:
+            StateError: there is not enough memory.
+        """
+        if storage not in self._scratch:
+            nbytes = self._manifest.storages[storage]
+            check_room(nbytes, "a storage of the incoming state")
+            try:
+                self._scratch[storage] = new_memory(nbytes, CPU)
+            except (RuntimeError, MemoryError) as error:
+                raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
+        return self._scratch[storage]
+
+    def tell_autograd(self) -> None:
+        """Increment the version counters of written local tensors: the writes bypassed autograd."""
+        if self._local is None:
+            return
+        tensors: Sequence[torch.Tensor] = self._local.tensors
+        if len(self._written) < len(tensors):
+            tensors = [tensors[number] for number in self._written]
+        if self._local.uncounted:
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
+
+    def _memory(self, place: Direct) -> Memory:
+        if self._fresh is not None:
+            return self._fresh.memory(place.storage)
+        if place.storage < 0:
+            return self.scratch(~place.storage)
+        assert self._local is not None, "a sink without memory has no places"
+        return self._local.memories[place.storage].at(place.delta)
+
+
+def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:
+    _, placement = pair
+    return len(placement.direct) == 1 and not placement.spread

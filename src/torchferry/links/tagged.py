@@ -1,0 +1,207 @@
+"""Ordered channels over a backend whose messages have tags, as those of torch's process groups.
+
+A backend with tags delivers messages of one tag in order, and a receive gets only messages of its tag. So
+each transfer uses tags of its own, made from the sending rank, the transfer's serial number, and the
+message's position. Tags repeat after 4,096 messages, of which there are never so many in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from torchferry.core.push import ABORT_BYTES, NONCE_BYTES, TransferId, decode_abort, encode_abort
+from torchferry.errors import GroupBroken, LinkTimeout, PeerGaveUp
+from torchferry.links.base import Pending
+
+# Users pick small numbers for the tags of their own messages on the same group.
+LENGTH_TAG = 0x54460000
+FRAME_TAG = LENGTH_TAG + 1
+PROBE_TAG = LENGTH_TAG + 2
+_FIRST_MESSAGE_TAG = LENGTH_TAG + 16
+
+# A tag has 31 bits, and LENGTH_TAG leaves 29 of them.
+_POSITIONS = 1 << 12
+_SERIALS = 1 << 9
+_ORIGINS = 1 << 8
+
+
+def first_tag(transfer: TransferId) -> int:
+    """Return the tag of the first message of a transfer."""
+    slot = (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
+    return _FIRST_MESSAGE_TAG + slot * _POSITIONS
+
+
+class SharedState:
+    """What all links on one process group share.
+
+    With `lasting=False` failures are not remembered: the group may be replaced behind its wrapper.
+    """
+
+    def __init__(self, *, lasting: bool = True) -> None:
+        self.lasting = lasting
+        self.lock = threading.Lock()
+        self.serial = 0
+        self.broken: str | None = None
+        self.frame_locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self.kept: defaultdict[int, list[Pending]] = defaultdict(list)
+
+
+class TaggedLink:
+    """The parts of a link that do not depend on the backend. A subclass has `send` and `recv` with tags."""
+
+    rank = 0
+    sends_short = False
+    """Whether a message may be shorter than the buffer that receives it. Aborts need that."""
+
+    def __init__(self, shared: SharedState | None = None) -> None:
+        self._shared = shared or SharedState()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of staging buffers."""
+        return torch.device("cpu")
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start to send a message with a tag.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        raise NotImplementedError
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start to receive the message with a tag.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        raise NotImplementedError
+
+    def new_transfer(self) -> TransferId:
+        """Return an identifier for a transfer that this process sends."""
+        with self._shared.lock:
+            self._shared.serial += 1
+            return TransferId(self.rank, self._shared.serial, os.urandom(NONCE_BYTES))
+
+    def channel(self, peer: int, transfer: TransferId) -> TaggedChannel:
+        """Open the channel of one transfer to or from a peer."""
+        return TaggedChannel(self, peer, first_tag(transfer), _POSITIONS, transfer.nonce)
+
+    @contextmanager
+    def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator[TaggedChannel]:
+        """Hold the channel of the frames to or from a peer. All transfers use the same two tags for them.
+
+        Raises:
+            LinkTimeout: another transfer held the channel for `timeout_s`.
+        """
+        with self._shared.lock:
+            lock = self._shared.frame_locks[way, peer]
+        if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise LinkTimeout(f"another transfer with rank {peer} did not start in time", peer=peer)
+        try:
+            yield TaggedChannel(self, peer, LENGTH_TAG, 2)
+        finally:
+            lock.release()
+
+    def keep(self, peer: int, messages: Sequence[Pending]) -> None:
+        """Keep messages that nobody waits for. Gloo loses later messages if they are freed."""
+        with self._shared.lock:
+            self._shared.kept[peer] += messages
+
+    def release(self, peer: int) -> None:
+        """Forget the messages that were kept for a peer, because it has received a later frame."""
+        with self._shared.lock:
+            self._shared.kept.pop(peer, None)
+
+    def check_usable(self) -> None:
+        """Refuse to be used after a failed transfer.
+
+        Raises:
+            GroupBroken: a transfer failed, and its messages may still arrive.
+        """
+        if self._shared.broken is not None:
+            raise GroupBroken(
+                "an earlier transfer on this process group failed, and its messages may still arrive: create "
+                "a new group (torch.distributed.new_group, or init_process_group with a new store prefix) "
+                f"and a new PGTransport on it. The earlier failure: {self._shared.broken}"
+            )
+
+    def mark_broken(self, error: BaseException) -> None:
+        """Remember that a transfer failed. The first failure counts."""
+        with self._shared.lock:
+            if self._shared.lasting and self._shared.broken is None:
+                self._shared.broken = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class TaggedChannel:
+    """Messages to or from one peer whose tags count up from `tag`, and repeat after `count`."""
+
+    def __init__(self, link: TaggedLink, peer: int, tag: int, count: int, nonce: bytes = b"") -> None:
+        self._link = link
+        self._peer = peer
+        self._tag = tag
+        self._count = count
+        self._nonce = nonce
+        self._position = 0
+
+    def send(self, buffer: torch.Tensor) -> Pending:
+        """Start to send the next message.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        return self._link.send(buffer, self._peer, self._next_tag())
+
+    def recv(self, buffer: torch.Tensor) -> Pending:
+        """Start to receive the next message.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        return self._link.recv(buffer, self._peer, self._next_tag())
+
+    def _next_tag(self) -> int:
+        self._position += 1
+        return self._tag + (self._position - 1) % self._count
+
+    def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
+        """Send an abort in the place of the next message that is long enough for one.
+
+        Messages before it are sent as zeros, so that the receiver gets as far as the abort. If no message is
+        long enough, nothing is sent: the zeros would pass for the state.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        place = next((place for place, nbytes in enumerate(expected) if nbytes >= ABORT_BYTES), None)
+        if place is None or not self._link.sends_short:
+            return []
+        messages = [*map(bytes, expected[:place]), encode_abort(self._nonce, failed_rank)]
+        return [self.send(to_buffer(message, self._link.device)) for message in messages]
+
+    def raise_if_aborted(self, head: bytes) -> None:
+        """Check whether a received message is an abort, given its first ABORT_BYTES.
+
+        Raises:
+            PeerGaveUp: it is.
+        """
+        failed_rank = decode_abort(head, self._nonce)
+        if failed_rank is not None:
+            whose = "its own" if failed_rank == self._peer else f"rank {failed_rank}'s"
+            raise PeerGaveUp(
+                f"rank {self._peer} aborted the transfer because of a failure on {whose} side",
+                failed_rank=failed_rank,
+                peer=self._peer,
+            )
+
+
+def to_buffer(data: bytes, device: torch.device) -> torch.Tensor:
+    """Copy bytes to a buffer that a link can send."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -1,0 +1,280 @@
+"""PGTransport: one rank of a process group sends a whole state, other ranks receive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# The names with an underscore are those of torch's PGTransport, which the contract's tests import.
+from torchferry.compat import ContractStateMeta as _StateDictMeta
+from torchferry.compat import ContractTensorMeta as _TensorMeta
+from torchferry.compat import cast_storage as _cast_tensor
+from torchferry.compat import decode_pickled, dump_leaf, load_leaf
+from torchferry.compat import prepare_state as _prepare_state_dict
+from torchferry.compat import prepare_tensor as _prepare_tensor
+from torchferry.core.compare import Extra
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.core.report import Report
+from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
+from torchferry.errors import BadArgument
+from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
+from torchferry.tensors.kinds import Site as RebuildContext
+
+__all__ = [
+    "PGTransport",
+    "_StateDictMeta",
+    "_TensorMeta",
+    "_cast_tensor",
+    "_prepare_state_dict",
+    "_prepare_tensor",
+]
+
+
+class PGTransport:
+    """Sends a state from one rank of a process group to others, over that group.
+
+    One side calls `send_checkpoint`, the other `recv_checkpoint`, with ranks **in that group**, which may
+    differ from the global ranks. There are no acknowledgements. When `send_checkpoint` returns, the backend
+    has the bytes; a receiver may still fail or reject them.
+
+    Args:
+        pg: a ProcessGroup, or an object with its `send`, `recv` and `rank`.
+        timeout: the deadline of a whole transfer; a timedelta, or seconds.
+        device: the device that the group's backend works on; a torch.device or its name.
+        state_dict: a function that returns the local state. If given, every receive calls it and writes into
+            its tensors, and the received state holds those tensors. Values that are not tensors (a step
+            count, a learning rate) are only in the returned state: load that. Without `state_dict`, received
+            tensors are fresh and on the CPU.
+        strict: with `state_dict`, whether both sides must have the same paths. If False, paths that only the
+            local state has keep their values, and paths that only the peer has are dropped, unless `extra`
+            says otherwise. `last_report` and one WARNING list them. If the states have no path in common, the
+            receive raises StateMismatch.
+        extra: with `state_dict`, what to do with paths that only the peer has: "error" (the default if
+            `strict`), "drop" (the default if not), or "fresh": they are in the returned state as fresh
+            tensors on the CPU. Use "fresh" for a new worker whose optimizer has no moments yet, and load the
+            state that `recv_checkpoint` returns.
+        stall_timeout: give up a peer when no message to or from it completes for this long; None for never. A
+            receiver counts from the sender's first message.
+        verify: check every received byte against a digest of what the sender read. If it is off on the
+        sender,
+            receivers have nothing to check. If it is off on a receiver, that receiver does not check.
+        allow_pickle: send values that torchferry can't encode as pickles; needed on both sides. A pickle can
+            run any code, so use it only between peers that trust each other.
+        mesh: the DeviceMesh of fresh DTensors. It must have the shape of the sender's mesh, or a slice with
+            the same names and shape, and this rank must have the shard's coordinates in it.
+        max_metadata_bytes: the longest metadata that is sent or accepted. Decoded metadata takes about eleven
+            times as much memory, and up to sixty times if a malicious peer made it.
+        relay: whether receivers forward the state to each other, in the order of `dst_ranks`, so that the
+            sender's network link carries it once. If one receiver fails, all later ones fail too. When
+            `send_checkpoint` returns, the backend has the bytes for the first receiver. Only the sender's
+            setting matters.
+
+    Raises:
+        BadArgument: an argument is invalid.
+
+    After a transfer, `last_report` says how much was moved and how long it took. After a failed one it is
+    None.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        timeout: timedelta | float,
+        device: torch.device | str,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        strict: bool = True,
+        extra: Extra | None = None,
+        stall_timeout: timedelta | float | None = None,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        mesh: DeviceMesh | None = None,
+        max_metadata_bytes: int = MAX_METADATA_BYTES,
+        relay: bool = False,
+    ) -> None:
+        self.last_report: Report | None = None
+        self._pg = _check_group(pg)
+        self._timeout_s = _seconds(timeout, "timeout")
+        self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
+        self._verify = _check_bool(verify, "verify")
+        self._link = ProcessGroupLink(pg, _check_device(device))
+        self._workspace = Workspace(self._link.device)
+        self._state_dict = _check_state_function(state_dict)
+        self._strict = _check_bool(strict, "strict")
+        self._extra = _check_extra(extra)
+        self._relay = _check_bool(relay, "relay")
+        self._max_metadata_bytes = _check_max_bytes(max_metadata_bytes)
+        self._allow_pickle = _check_bool(allow_pickle, "allow_pickle")
+        self._context = RebuildContext(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
+
+    def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
+        """Send a state to the given ranks of the group.
+
+        The state must not change until this returns. `step` is sent along, for receivers that ask for one.
+
+        Each call matches one `recv_checkpoint` on each receiver. If the call raises Unsendable, the matching
+        receive raises PeerGaveUp with the reason. A receiver that passes `step` ignores refusals of other
+        steps.
+
+        Raises:
+            BadArgument: a rank is not another member of the group (also a ValueError).
+            Unsendable: something in the state can't be sent; receivers raise PeerGaveUp.
+            StateChanged: the state changed meanwhile; receivers reject inconsistent data.
+            LinkTimeout: it took longer than the timeout (also a TimeoutError).
+            LinkBroken: the receiver is gone (also a ConnectionError).
+            SendFailed: one of these for some of several receivers; lists who got the state and who did not.
+            StateError: memory of the state was freed meanwhile.
+            GroupBroken: an earlier transfer failed on this group: create a new group.
+        """
+        self.last_report = None
+        if isinstance(dst_ranks, (str, bytes)) or not isinstance(dst_ranks, Iterable):
+            raise BadArgument(f"dst_ranks must be a list of ranks, not {dst_ranks!r}")
+        peers = [self._check_peer(rank) for rank in dst_ranks]
+        if len(set(peers)) != len(peers):
+            raise BadArgument(f"dst_ranks {peers} lists a rank twice")
+        options = SendOptions(
+            self._timeout_s,
+            self._max_metadata_bytes,
+            step=_check_step(step),
+            rank=rank_in(self._pg) or 0,
+            relay=self._relay,
+            pickle=dump_leaf if self._allow_pickle else None,
+            stall_s=self._stall_s,
+            verify=self._verify,
+            question="Is rank {peer} in recv_checkpoint, on the same group?",
+        )
+        self.last_report = send_state(self._link, peers, state_dict, options, self._workspace)
+
+    def recv_checkpoint(self, src_rank: int, step: int | None = None) -> object:
+        """Receive the state that the given rank of the group sends, and return it.
+
+        With `step`, the sender must have sent that step.
+
+        Raises:
+            BadArgument: the rank is not another member of the group (also a ValueError).
+            StateMismatch: the state does not fit the local one; nothing was overwritten.
+            StepMismatch: the state belongs to another step; nothing was overwritten.
+            PeerError: what the sender sent can't be used, or it aborted; nothing was overwritten.
+            LinkTimeout: it took longer than the timeout (also a TimeoutError).
+            LinkBroken: the sender is gone (also a ConnectionError).
+            Corrupted: the received bytes differ from the sent bytes.
+            StateError: there is not enough memory, or memory of the local state was freed meanwhile.
+            TargetTorn: one of these after local tensors were written; lists which.
+            GroupBroken: an earlier transfer failed on this group: create a new group.
+        """
+        self.last_report = None
+        size = size_of(self._pg)
+        options = ReceiveOptions(
+            self._timeout_s,
+            self._max_metadata_bytes,
+            step=_check_step(step),
+            rank=rank_in(self._pg),
+            members=None if size is None else range(size),
+            target=self._state_dict,
+            strict=self._strict,
+            extra=self._extra,
+            context=self._context,
+            decode_other=partial(decode_pickled, allow_pickle=self._allow_pickle),
+            stall_s=self._stall_s,
+            verify=self._verify,
+            question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
+        )
+        peer = self._check_peer(src_rank)
+        state, self.last_report = receive_state(self._link, peer, options, self._workspace)
+        return state
+
+    def _check_peer(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise BadArgument(f"a rank must be an int, not {rank!r}")
+        own, size = rank_in(self._pg), size_of(self._pg)
+        if size is not None and not 0 <= rank < size:
+            raise BadArgument(
+                f"rank {rank} is not in the group, which has ranks 0 to {size - 1}. These are ranks in "
+                "the group given to PGTransport; torch.distributed.get_group_rank converts global ranks"
+            )
+        if rank < 0:
+            raise BadArgument(f"rank {rank} is not in the group")
+        if rank == own:
+            raise BadArgument(f"rank {rank} is this process itself: a transfer needs two")
+        return rank
+
+
+def _check_group(pg: Any) -> Any:
+    if pg is None:
+        raise BadArgument("pg is None, as torch.distributed.group.WORLD is before init_process_group")
+    if isinstance(pg, int) and pg == dist.GroupMember.NON_GROUP_MEMBER:
+        raise BadArgument(
+            "this process is not a member of the group: torch.distributed.new_group returned "
+            "GroupMember.NON_GROUP_MEMBER. Only members can send and receive on the group"
+        )
+    if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
+        raise BadArgument(f"pg must be a process group, not {pg!r}")
+    return pg
+
+
+def _check_state_function(state_dict: Any) -> Callable[[], object] | None:
+    # A module is callable too, but calling it runs its forward pass.
+    if state_dict is not None and (not callable(state_dict) or isinstance(state_dict, torch.nn.Module)):
+        raise BadArgument(
+            f"state_dict must be a function that returns the local state, not a {type(state_dict).__name__}: "
+            "pass model.state_dict, not model.state_dict() or the model"
+        )
+    return state_dict
+
+
+def _check_bool(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadArgument(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def _check_extra(extra: Any) -> Extra | None:
+    if extra not in (None, *get_args(Extra)):
+        choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
+        raise BadArgument(f"extra must be one of {choices}, not {extra!r}")
+    return extra  # type: ignore[no-any-return]
+
+
+def _check_max_bytes(nbytes: Any) -> int:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise BadArgument(f"max_metadata_bytes must be a number of bytes, not {nbytes!r}")
+    return nbytes
+
+
+def _seconds(timeout: timedelta | float, name: str) -> float:
+    try:
+        if isinstance(timeout, (bool, str, bytes)):
+            raise TypeError
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
+    if not 0 < seconds <= timedelta.max.total_seconds():
+        raise BadArgument(f"{name} must be positive and finite, not {timeout!r}")
+    return seconds
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+        module = torch.get_device_module(found)
+    except (RuntimeError, TypeError) as error:
+        raise BadArgument(f"device must be a torch.device or its name: {error}") from None
+    if hasattr(module, "is_available") and not module.is_available():
+        raise BadArgument(
+            f"there is no {found.type} on this machine: device must be the one the backend works on"
+        )
+    return found
+
+
+def _check_step(step: int | None) -> int | None:
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise BadArgument(f"step must be an int, not {step!r}")
+    if step is not None and not -(2**63) <= step < 2**63:
+        raise BadArgument(f"step {step} does not fit in 64 bits")
+    return step

@@ -1,0 +1,117 @@
+"""The push protocol: the tables of both ends, and the bytes around the payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from torchferry.core.push import (
+    ABORT_BYTES,
+    MESSAGES_PENDING,
+    NONCE_BYTES,
+    PHASES,
+    RECEIVER,
+    SENDER,
+    DigestBlock,
+    Machine,
+    ReceiverState,
+    SenderState,
+    check_length,
+    decode_abort,
+    decode_block,
+    encode_abort,
+    encode_block,
+)
+from torchferry.core.report import Report
+from torchferry.errors import BadManifest
+
+NONCE = b"n" * NONCE_BYTES
+
+
+def reachable(table: Mapping[Any, frozenset[Any]], start: Enum) -> set[Enum]:
+    found, todo = {start}, [start]
+    while todo:
+        for state in table[todo.pop()] - found:
+            found.add(state)
+            todo.append(state)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("table", "start", "final"),
+    [
+        (SENDER, SenderState.DESCRIBING, {SenderState.REFUSED, SenderState.ABORTED, SenderState.SENT}),
+        (RECEIVER, ReceiverState.DESCRIBING, {ReceiverState.DONE, ReceiverState.REJECTED}),
+    ],
+    ids=["sender", "receiver"],
+)
+def test_every_state_is_in_the_table_and_can_be_reached(
+    table: Mapping[Any, frozenset[Any]], start: Enum, final: set[Enum]
+) -> None:
+    assert set(table) == set(type(start)) == reachable(table, start)
+    assert {state for state, following in table.items() if not following} == final
+
+
+def test_every_state_that_can_fail_has_a_phase() -> None:
+    assert {state for state, following in RECEIVER.items() if following} == set(PHASES)
+
+
+def test_no_message_is_pending_in_a_final_state() -> None:
+    assert MESSAGES_PENDING.isdisjoint({ReceiverState.DONE, ReceiverState.REJECTED, ReceiverState.CHECKING})
+
+
+def test_a_machine_refuses_a_transition_that_is_not_in_its_table() -> None:
+    machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
+    machine.advance(ReceiverState.WAITING)
+    with pytest.raises(AssertionError, match="not followed by"):
+        machine.advance(ReceiverState.RECEIVING)
+    assert machine.state is ReceiverState.WAITING
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("digests", [(1, 2**64 - 1, 0), (5,)], ids=["three chunks", "one chunk"])
+def test_a_digest_block_has_digests_and_whether_the_state_changed(
+    changed: bool, digests: tuple[int, ...]
+) -> None:
+    block = DigestBlock(4, 4 + len(digests), last=True)
+    data = encode_block(block, digests, NONCE, changed=changed)
+    assert len(data) == block.nbytes
+    assert decode_block(block, data) == (NONCE, digests, changed)
+
+
+def test_an_abort_fits_in_the_place_of_any_digest_block() -> None:
+    assert DigestBlock(0, 1, last=True).nbytes >= ABORT_BYTES
+
+
+def test_an_abort_belongs_to_one_transfer_and_names_the_failed_rank() -> None:
+    abort = encode_abort(NONCE, 7)
+    assert len(abort) == ABORT_BYTES
+    assert decode_abort(abort, NONCE) == 7
+    assert decode_abort(abort + b"what the buffer held before", NONCE) == 7
+    assert decode_abort(abort, bytes(NONCE_BYTES)) is None
+    assert decode_abort(abort[:-1], NONCE) is None
+    assert decode_abort(encode_abort(b"", 7), b"") is None, "a transfer without a nonce has no aborts"
+
+
+@pytest.mark.parametrize("length", [0, -1, 101, 2**62])
+def test_an_unacceptable_length_is_refused_with_the_number(length: int) -> None:
+    with pytest.raises(BadManifest, match=f" {length} bytes"):
+        check_length(length, 100)
+
+
+def test_a_length_up_to_the_limit_is_accepted() -> None:
+    check_length(1, 100)
+    check_length(100, 100)
+
+
+def test_a_report_adds_up_and_reads_well() -> None:
+    report = Report((3,), 1_000_000, 200, 4, {"describe": 0.25, "send tensors": 0.25})
+    assert report.seconds == 0.5
+    assert report.bytes_per_second == 2_000_000
+    assert "1,000,000 bytes in 4 messages with rank 3, 0.500 s" in str(report)
+    assert Report((), 0, 0, 0, {}).bytes_per_second == 0
+    assert "with no peer" in str(Report((), 0, 0, 0, {}))
+    assert "with rank 0 through rank 2" in str(Report((0,), 1, 1, 1, {}, forwarded_by=2))
