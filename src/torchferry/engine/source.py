@@ -40,7 +40,7 @@ class Source:
         self._changed: set[int] = set()
 
     def must_stage(self, message: Message) -> bool:
-        """Return whether a message must be copied, to be packed, without gaps, or where the link can read it."""
+        """Return whether a message must be copied: it is packed, has gaps, or the link can't read it."""
         piece = self.plan.chunks[message.first].piece
         if message.end - message.first > 1 or piece.repeats:
             return True
