@@ -28,8 +28,8 @@ CONFORMANCE := ../shared/conformance/test_pg_transport.py
 help: ## list these goals
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
-demo: $(READY) ## four workers train, one is killed, its replacement catches up
-	@$(BIN)/torchferry demo $(DEMO_ARGS)
+demo: $(READY) ## four workers train, one is killed, a replacement catches up from a peer
+	@$(BIN)/python examples/replace_worker.py $(DEMO_ARGS)
 
 bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size small"
 	@$(BIN)/torchferry bench $(BENCH_ARGS)
@@ -81,7 +81,7 @@ wheel: $(READY) ## build the wheel into dist/
 
 clean: ## remove what building and testing leave behind
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find src tests scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests examples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv and those of test-torch as well
 	@rm -rf $(VENV) .venv-torch-*

@@ -26,7 +26,6 @@ LAYERS = {
     "torchferry.testing": "testing",
     "torchferry.pg_transport": "front door",
     "torchferry.cli": "front door",
-    "torchferry.demo": "front door",
     "torchferry.bench": "front door",
     "torchferry.local": "front door",
     "torchferry.__main__": "front door",
@@ -91,7 +90,6 @@ OUTSIDE_WORLD = {
 TERMINAL = {"typer", "rich"}
 TERMINAL_MODULES = (
     "torchferry.cli",
-    "torchferry.demo",
     "torchferry.bench.command",
     "torchferry.bench.cluster_command",
     "torchferry.bench.options",
@@ -108,7 +106,7 @@ PICKLE_MODULES = {"torchferry.pg_transport.pickled"}
 # Private parts of torch differ from version to version, so one module has them all, with a fallback each.
 TORCH_MODULES = {"torchferry.torch_internals"}
 # Programs that start processes of their own, and are nobody's library.
-PROGRAMS = ("torchferry.demo", "torchferry.bench", "torchferry.local")
+PROGRAMS = ("torchferry.bench", "torchferry.local")
 # What is private by its name and still for everybody: namedtuples, and our own classes' parts.
 PUBLIC_UNDERSCORES = {"_fields", "_replace", "_asdict"}
 
@@ -191,6 +189,15 @@ def layer_breaches(module: Module, known: frozenset[str] = frozenset()) -> list[
         f"{module.name}:{i.line} is of layer '{own}' and imports {i.name}"
         for i in imports_of(module, known)
         if i.top == PACKAGE and layer_of(i.name) not in MAY_IMPORT[own]
+    ]
+
+
+def example_breaches(module: Module) -> list[str]:
+    """Imports by an example of anything in torchferry but the public package."""
+    return [
+        f"{module.name}:{i.line} imports {i.name}: an example imports only {PACKAGE}"
+        for i in imports_of(module)
+        if i.top == PACKAGE and i.name != PACKAGE
     ]
 
 

@@ -80,6 +80,14 @@ class TestEveryModule:
         assert breaches(rules.shape_breaches) == []
 
 
+class TestEveryExample:
+    def test_imports_only_the_public_package(self) -> None:
+        paths = sorted((ROOT / "examples").glob("*.py"))
+        assert paths
+        examples = [Module(path.stem, path.read_text()) for path in paths]
+        assert [breach for example in examples for breach in rules.example_breaches(example)] == []
+
+
 class TestTheCheckerBites:
     KNOWN = frozenset(
         {
@@ -110,7 +118,6 @@ class TestTheCheckerBites:
             ("torchferry.engine", "from torchferry.testing.links import MemoryLink"),
             ("torchferry.engine.run", "import torchferry.cli"),
             ("torchferry.testing.links", "import torchferry"),
-            ("torchferry.testing.links", "from torchferry.demo import run"),
             ("torchferry.errors", "from torchferry.core.plan import Plan"),
             ("torchferry.pg_transport", "from torchferry.testing import links"),
             ("torchferry.stray", ""),
@@ -128,6 +135,10 @@ class TestTheCheckerBites:
             ("torchferry.pg_transport", "from torchferry.engine import send"),
         ]:
             assert rules.layer_breaches(Module(name, source), self.KNOWN) == []
+
+    def test_on_an_example_that_imports_a_private_module(self) -> None:
+        assert rules.example_breaches(Module("example", "from torchferry.engine import push"))
+        assert rules.example_breaches(Module("example", "from torchferry import PGTransport")) == []
 
     def test_on_relative_imports_in_a_package_as_in_a_module(self) -> None:
         package = Module("torchferry.core", "from .. import engine", is_package=True)
@@ -164,7 +175,7 @@ class TestTheCheckerBites:
     def test_on_a_terminal_library_outside_the_command_line(self) -> None:
         source = "def late():\n    from rich.table import Table"
         assert rules.terminal_breaches(Module("torchferry.engine", source))
-        assert rules.terminal_breaches(Module("torchferry.demo.screen", source)) == []
+        assert rules.terminal_breaches(Module("torchferry.cli", source)) == []
 
     @pytest.mark.parametrize(
         ("source", "flagged"),

@@ -117,6 +117,11 @@ def test_the_wheel_holds_the_package_and_its_type_marker_and_no_tests(wheel: Pat
     assert top_levels == {"torchferry", f"torchferry-{wheel.name.split('-')[1]}.dist-info"}
 
 
+@pytest.mark.parametrize("program", ["demo", "bench"])
+def test_the_wheel_holds_no_program_beside_the_command(wheel: Path, program: str) -> None:
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if f"/{program}/" in name]
+
+
 def test_the_wheel_carries_its_licence_and_says_what_it_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
@@ -147,10 +152,11 @@ def test_the_wheel_has_the_version_that_the_package_names(installed: Path) -> No
     assert of_the_wheel == of_the_package
 
 
-def test_the_command_runs_as_it_is_installed(installed: Path) -> None:
-    done = subprocess.run([installed.with_name("torchferry")], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "Usage: torchferry" in done.stdout
+def test_the_command_runs_as_it_is_installed(wheel: Path, installed: Path) -> None:
+    version = wheel.name.split("-")[1]
+    command = installed.with_name("torchferry")
+    assert run(command, "--version", cwd=installed.parent) == f"torchferry {version}\n"
+    assert "Usage: torchferry" in run(command, cwd=installed.parent)
 
 
 def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:
