@@ -31,7 +31,7 @@ from torchferry.core.manifest import Branch, Count, Leaf, Manifest, Nested, Spec
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.routes import Route
 from torchferry.core.seals import NONCE_BYTES
-from torchferry.core.soundness import check
+from torchferry.core.validation import validate
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
@@ -215,7 +215,7 @@ def decode(data: bytes, known: Known | None = None) -> Envelope:
         raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
     _check_terms(envelope)
     if known is None or envelope.manifest is not known.manifest:
-        check(envelope.manifest)
+        validate(envelope.manifest)
     return envelope
 
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from torchferry.core.extents import Extent, TooIntricate
-from torchferry.core.landing import users_of
+from torchferry.core.extents import Extent, TooIrregular
 from torchferry.core.manifest import Manifest
+from torchferry.core.placement import tensors_by_extent
 from torchferry.core.plan import Plan
 from torchferry.core.tree import Path, format_path, occurrences
 
@@ -71,8 +71,8 @@ def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[i
     Then more is called torn than is, but never less.
     """
     try:
-        return users_of(extents, manifest)
-    except TooIntricate:
+        return tensors_by_extent(extents, manifest)
+    except TooIrregular:
         by_storage: defaultdict[int, list[int]] = defaultdict(list)
         for number, spec in enumerate(manifest.tensors):
             by_storage[spec.storage].append(number)

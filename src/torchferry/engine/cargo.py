@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from torchferry.core.codec import Envelope, Known, encode
-from torchferry.core.extents import TooIntricate
+from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import (
     CHUNK_BYTES,
     IN_PLACE_WINDOW_BYTES,
@@ -263,7 +263,7 @@ def _plan(source: Description, terms: Push, receivers: int, recall: Recall) -> t
         if relayed and short < terms.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
             return recall.plan(source.manifest, short, pack_from=terms.pack_from), short, relayed
         return plan, terms.chunk_bytes, relayed
-    except TooIntricate as error:
+    except TooIrregular as error:
         raise Unsendable(
             f"the state has overlapping views in a pattern too irregular to send without sending "
             f"bytes that are not theirs ({error}): clone() one of them first"

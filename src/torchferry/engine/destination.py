@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torchferry.core.codec import Envelope, Known, know
 from torchferry.core.compare import Extra, compare, tensor_pairs
-from torchferry.core.landing import LAND_ALIKE, Landing, Landings, land_in_place
 from torchferry.core.manifest import Manifest
+from torchferry.core.placement import SAME_LAYOUT, Placement, Placements, place_in_local_state
 from torchferry.core.plan import Plan
 from torchferry.core.torn import Truth, truth
 from torchferry.core.tree import Path, format_path
@@ -90,11 +90,15 @@ class Target:
         """Give the plan of what arrives.
 
         Raises:
-            TooIntricate: views overlap in a pattern too irregular to list.
+            TooIrregular: views overlap in a pattern too irregular to list.
             TooManyMessages: more than may be listed.
         """
         sizes = envelope.chunk_bytes, envelope.pack_bytes
-        if self._knows(envelope.manifest) and self._plan and self._plan.sizes == sizes:
+        if (
+            self._knows(envelope.manifest)
+            and self._plan
+            and (self._plan.chunk_bytes, self._plan.pack_bytes) == sizes
+        ):
             return self._plan
         return self._recall.plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
 
@@ -125,7 +129,7 @@ class Destination:
     the paths that only one has, as in a Report.
     """
 
-    landings: Landings
+    landings: Placements
     ground: Ground
     assemble: Callable[[], object]
     in_place: bool
@@ -143,7 +147,7 @@ class Destination:
             plan,
             posted=len(plan.chunks) if meter.phase == "assemble" else meter.posted,
             verified=verified,
-            scratched={pair.incoming for pair in self.landings.whole},
+            scratched={pair.incoming for pair in self.landings.via_scratch},
             paired=self.paired,
         )
 
@@ -170,7 +174,7 @@ def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destinatio
     # What goes straight where it belongs. The rest is made when it is there.
     fresh.set_aside(plan.unpacked_storages())
     return Destination(
-        LAND_ALIKE,
+        SAME_LAYOUT,
         Ground(manifest, fresh),
         lambda: assemble_fresh(prepared, fresh, target.site),
         in_place=False,
@@ -206,17 +210,17 @@ def _in_place(
         raise StateMismatch(mismatches, hints=[*comparison.hints, *_shard_hints(mismatches)])
     if extra == "drop":
         # What is dropped may be of a kind that is not known here.
-        matched = None if comparison.twins else {pair.incoming for pair in comparison.pairs}
+        matched = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, site, only=matched)
     shape = Shape(manifest, [])
-    if comparison.twins:
-        landings = LAND_ALIKE
+    if comparison.identical:
+        landings = SAME_LAYOUT
         written: Collection[int] = range(len(local.tensors))
     else:
         shape = shape_in_place(prepared, local.manifest, strict=strict, extra=extra)
         tensors = tensor_pairs(manifest, local.manifest, comparison.pairs)
         alone = {part for leaf in fresh for part in manifest.leaves[leaf].parts}
-        landings = land_in_place(plan.extents, manifest, local.manifest, tensors, alone)
+        landings = place_in_local_state(plan.extents, manifest, local.manifest, tensors, alone)
         written = {pair.local for pair in tensors}
     ground = Ground(manifest, None, local, written)
     # Allocate before anything is written, so that a lack of memory leaves the local state as it was.
@@ -225,7 +229,7 @@ def _in_place(
     )
 
     def assemble() -> object:
-        ground.copy_whole(landings.whole)
+        ground.copy_whole(landings.via_scratch)
         return assemble_in_place(prepared, local, comparison, shape, site, ground.scratch)
 
     extras = tuple(format_path(path) for path, _ in comparison.incoming_only)
@@ -234,7 +238,7 @@ def _in_place(
         ground,
         assemble,
         in_place=True,
-        paired=None if comparison.twins else {pair.path for pair in comparison.pairs},
+        paired=None if comparison.identical else {pair.path for pair in comparison.pairs},
         dropped=extras if extra == "drop" else (),
         fresh=extras if extra == "fresh" else (),
         kept=tuple(format_path(path) for path, _ in comparison.local_only),
@@ -264,5 +268,5 @@ def say_torn(error: BaseException, fate: Truth) -> None:
 
 def nowhere(plan: Plan) -> Destination:
     """Give a destination for messages that are dropped."""
-    landings = Landings((Landing(),) * len(plan.extents))
+    landings = Placements((Placement(),) * len(plan.extents))
     return Destination(landings, Ground.nowhere(), lambda: None, in_place=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchferry.core.codec import Envelope
-from torchferry.core.landing import Landing, Landings
+from torchferry.core.placement import Placement, Placements
 from torchferry.core.plan import Message, Plan
 from torchferry.core.protocol import FAREWELL_BYTES, Tags, culprit_in
 from torchferry.core.seals import Seal, decode_seal
@@ -41,7 +41,7 @@ class Payload:
     link: Link
     envelope: Envelope
     plan: Plan
-    landings: Landings
+    landings: Placements
     ground: Ground
     meter: Meter
     staging: Staging
@@ -108,7 +108,7 @@ class _Receiving:
 
         window.add(pending, message.nbytes, done, in_place=not staged)
 
-    def _straight(self, message: Message) -> tuple[torch.Tensor, Landing] | None:
+    def _straight(self, message: Message) -> tuple[torch.Tensor, Placement] | None:
         """Give the memory that a message can be received into as it is, and what is left to do after that."""
         if message.end - message.first > 1:
             return None
@@ -125,7 +125,7 @@ class _Receiving:
             for buffer in self._relay.used():
                 self._staging.give_back(buffer)
 
-    def _arrived(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
+    def _arrived(self, message: Message, buffer: torch.Tensor, rest: Placement | None) -> None:
         self._go_on_unless(culprit_in(head(buffer, FAREWELL_BYTES), self._nonce))
         self._meter.bytes_done += message.nbytes
         self._meter.done += 1
@@ -146,17 +146,17 @@ class _Receiving:
         elif self._known is not None:
             self._compare(message.first, self._known[message.first : message.end])
 
-    def _put(self, message: Message, buffer: torch.Tensor, rest: Landing | None) -> None:
+    def _put(self, message: Message, buffer: torch.Tensor, rest: Placement | None) -> None:
         """Put a message where it belongs, or what is `rest` of it if it was received there."""
         chunks = self._plan.chunks_of(message)
         landings, ground = self._payload.landings, self._payload.ground
         if rest is not None:
-            if rest.direct or rest.spread:
+            if rest.direct or rest.itemwise:
                 ground.put(chunks, [rest], buffer, self._meter.go_on_if_wanted)
             return
-        if not landings.alike:
+        if not landings.same_layout:
             where = [landings.of(chunk) for chunk in chunks]
-            if any(landing.direct or landing.spread for landing in where):
+            if any(landing.direct or landing.itemwise for landing in where):
                 self._meter.posted = max(self._meter.posted, message.end)
                 ground.put(chunks, where, buffer, self._meter.go_on_if_wanted)
             return

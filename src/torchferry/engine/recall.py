@@ -90,7 +90,7 @@ class Recall:
         """Plan a transfer, as `make_plan` does, or find that it is the last one's plan.
 
         Raises:
-            TooIntricate: views overlap in a pattern too irregular to list.
+            TooIrregular: views overlap in a pattern too irregular to list.
             TooManyMessages: more than may be listed.
         """
         plan = self._plan.of(

@@ -17,7 +17,7 @@ import torch
 
 from torchferry.core.codec import Envelope, Known, decode, decode_refusal, is_frame
 from torchferry.core.compare import Extra
-from torchferry.core.extents import TooIntricate
+from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.protocol import FRAME_TAG, LENGTH_TAG, check_length
 from torchferry.core.report import WAIT, Report
@@ -389,7 +389,7 @@ def _warn_of_gaps(report: Report) -> None:
 def _plan(envelope: Envelope, target: Target) -> Plan:
     try:
         plan = target.plan(envelope)
-    except TooIntricate as error:
+    except TooIrregular as error:
         raise BadManifest(f"overlapping views too irregular to list ({error})") from None
     except TooManyMessages as error:
         raise BadManifest(f"the peer announces more than can be received at once: {error}") from None

@@ -15,8 +15,8 @@ import torch
 
 from torchferry.core.codec import Envelope
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.showing import show
-from torchferry.core.soundness import check
+from torchferry.core.text import show
+from torchferry.core.validation import validate
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import dtype_name
@@ -110,7 +110,7 @@ def to_envelope(meta: ContractStateMeta) -> Envelope:
         else:
             carried.append(Leaf(VALUE, traits=to_wire(value)))
     manifest = Manifest(tree.root, tree.branches, tuple(carried), tuple(tensors), tuple(storages))
-    check(manifest)
+    validate(manifest)
     return Envelope(manifest, _UNCUT)
 
 

@@ -1,4 +1,4 @@
-"""Bytes that have arrived, put where `core.landing` says: the memory side of it."""
+"""Bytes that have arrived, put where `core.placement` says: the memory side of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from torchferry.core.compare import TensorPair
 from torchferry.core.extents import Extent
-from torchferry.core.landing import Direct, Landing
 from torchferry.core.manifest import Manifest
+from torchferry.core.placement import Direct, Placement
 from torchferry.core.plan import Chunk
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
@@ -64,8 +64,8 @@ class Ground:
         return self._target is None or self._target.is_all_cpu
 
     def straight(
-        self, chunk: Chunk, landing: Landing, takes: Callable[[torch.device], bool]
-    ) -> tuple[torch.Tensor, Landing] | None:
+        self, chunk: Chunk, landing: Placement, takes: Callable[[torch.device], bool]
+    ) -> tuple[torch.Tensor, Placement] | None:
         """Give memory that the link can write a chunk into, pages and all, and what is left to do after that.
 
         None if the chunk must be staged: nowhere to go, gaps, or memory that the link can't reach.
@@ -78,13 +78,13 @@ class Ground:
                 if self._fresh is not None:
                     self._fresh.fault_in(chunk.piece)
                 rest = tuple(other for other in landing.direct if other is not place)
-                return run_of(memory, chunk.piece), Landing(rest, landing.spread)
+                return run_of(memory, chunk.piece), Placement(rest, landing.itemwise)
         return None
 
     def put(
         self,
         chunks: Sequence[Chunk],
-        landings: Sequence[Landing],
+        landings: Sequence[Placement],
         buffer: torch.Tensor,
         before_each: Callable[[], None] = lambda: None,
     ) -> None:
@@ -138,12 +138,12 @@ class Ground:
             start = end
 
     def _put(
-        self, chunk: Chunk, landing: Landing, buffer: torch.Tensor, before_each: Callable[[], None]
+        self, chunk: Chunk, landing: Placement, buffer: torch.Tensor, before_each: Callable[[], None]
     ) -> None:
         for place in landing.direct:
             before_each()
             store(self._memory(place), chunk.piece, buffer)
-        for each in landing.spread:
+        for each in landing.itemwise:
             before_each()
             assert self._target is not None, "only a local state has tensors to spread into"
             spread(
@@ -211,6 +211,6 @@ class Ground:
         return self._scratch[storage]
 
 
-def _has_one_place(pair: tuple[Chunk, Landing]) -> bool:
+def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:
     _, landing = pair
-    return len(landing.direct) == 1 and not landing.spread
+    return len(landing.direct) == 1 and not landing.itemwise
