@@ -79,11 +79,11 @@ def compare(
     nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
     if extra == "error" or nothing_in_common:
         for path, leaf in incoming_only:
-            theirs = describe(incoming, leaf, properties_of)
+            theirs = _describe_leaf(incoming, leaf, properties_of)
             mismatches.append(Mismatch(format_path(path), "no such path here", theirs, "nothing"))
     if strict or nothing_in_common:
         for path, leaf in local_only:
-            ours = describe(local, leaf, properties_of)
+            ours = _describe_leaf(local, leaf, properties_of)
             mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", ours))
     if extra == "fresh" and not strict:
         mismatches += _compare_containers(incoming_only, local_only)
@@ -111,10 +111,7 @@ _EXTRA_HINT = (
 
 
 def _are_identical(incoming: Manifest, local: Manifest) -> bool:
-    """Return whether two states differ only in values and in traits, which are not compared.
-
-    Nearly all transfers are between such states, and this takes a hundredth of the time of comparing paths.
-    """
+    """Return whether two states differ only in values and traits: the usual case, found without paths."""
     return incoming is local or (
         incoming.root == local.root
         and incoming.branches == local.branches
@@ -176,7 +173,7 @@ def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
     )
 
 
-def describe(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
+def _describe_leaf(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
     """Describe a leaf in a few words."""
     leaf = manifest.leaves[number]
     if leaf.kind == OPAQUE:
@@ -205,8 +202,8 @@ def _compare_leaves(
         yield Mismatch(
             path,
             "can't be written in place" if are_values else "kind",
-            describe(incoming, pair.incoming, properties_of),
-            describe(local, pair.local, properties_of),
+            _describe_leaf(incoming, pair.incoming, properties_of),
+            _describe_leaf(local, pair.local, properties_of),
         )
         return
     their_specs, our_specs = _specs(incoming, theirs), _specs(local, ours)

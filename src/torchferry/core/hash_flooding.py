@@ -4,14 +4,15 @@ A dict or set probes a sequence of slots that follows from a key's hash. Python 
 secret, but numbers and tuples of numbers without one. So a peer can choose numbers with different hashes that
 all probe the same slots: inserting a hundred thousand of them takes minutes and blocks the process.
 
-So the probes are counted here beforehand, on a table of taken slots. The count is exact and takes less than a
-microsecond per key. A time limit would reject harmless states on a slow machine.
+So the probes are counted here beforehand, exactly, in less than a microsecond per key. A time limit would
+reject harmless states on a slow machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
+from operator import eq
 
 MAX_PROBES = 32
 """Average per key. Ordinary keys need one or two, and thirteen if their hashes differ only in upper bits."""
@@ -44,14 +45,15 @@ def is_hash_flood(
     bits = _MIN_KEYS.bit_length()
     # A dict grows when it is two thirds full.
     while (capacity := (2 << bits) // 3) < count:
-        if _needs_many_probes(islice(keys, capacity), capacity, bits):
+        if exceeds_probes(islice(keys, capacity), MAX_PROBES * capacity, bits):
             return True
         bits += 1
+    limit = MAX_PROBES * count
     # A dict whose first keys are strings and later ones are not grows once more.
     return (
-        _needs_many_probes(keys, count, bits)
-        or _needs_many_probes(keys, count, bits + 1)
-        or _needs_many_probes(keys, count, (2 * count).bit_length(), _SET_NEIGHBOURS)
+        exceeds_probes(keys, limit, bits)
+        or exceeds_probes(keys, limit, bits + 1)
+        or exceeds_probes(keys, limit, (2 * count).bit_length(), _SET_NEIGHBOURS)
     )
 
 
@@ -61,33 +63,26 @@ def _are_ordinary(keys: Sequence[Hashable], secretly_hashed: frozenset[type]) ->
     if types <= secretly_hashed:
         return True
     first = keys[0]
-    return types == {int} and isinstance(first, int) and list(keys) == [*range(first, first + len(keys))]
+    # Compared one by one, because a list of the range would take a multiple of a hostile frame's memory.
+    return types == {int} and isinstance(first, int) and all(map(eq, keys, range(first, first + len(keys))))
 
 
-def _needs_many_probes(keys: Iterable[Hashable], count: int, bits: int, neighbours: int = 0) -> bool:
-    limit = MAX_PROBES * count
-    return count_probes(keys, bits, limit, neighbours) > limit
-
-
-def count_probes(keys: Iterable[Hashable], bits: int, limit: int, neighbours: int = 0) -> int:
-    """Count how often an insertion into a table of 2**bits slots probes further; stop beyond the limit."""
+def exceeds_probes(keys: Iterable[Hashable], limit: int, bits: int, neighbours: int = 0) -> bool:
+    """Return whether inserting the keys into a table of 2**bits slots takes more than `limit` probes."""
     mask = (1 << bits) - 1
     taken = bytearray(mask + 1)
     probes = 0
-    for key in keys:
-        number = hash(key)
-        slot = number & mask
-        if taken[slot]:
-            perturb = number & (2**64 - 1)
-            while taken[slot]:
-                near = neighbours if slot + neighbours <= mask else 0
-                if (free := taken.find(0, slot, slot + 1 + near)) >= 0:
-                    slot = free
-                    break
-                perturb >>= 5
-                slot = (slot * 5 + perturb + 1) & mask
-                probes += 1
-            if probes > limit:
+    for number in map(hash, keys):
+        slot, perturb = number & mask, number & (2**64 - 1)
+        while taken[slot]:
+            near = neighbours if slot + neighbours <= mask else 0
+            if (free := taken.find(0, slot, slot + 1 + near)) >= 0:
+                slot = free
                 break
+            perturb >>= 5
+            slot = (slot * 5 + perturb + 1) & mask
+            probes += 1
+        if probes > limit:
+            return True
         taken[slot] = 1
-    return probes
+    return False

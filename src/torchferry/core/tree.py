@@ -72,7 +72,12 @@ Build = Callable[[int, list[object]], object]
 
 def rebuild(manifest: Manifest, values: Sequence[object], build: Build) -> object:
     """Build the tree with `values`, one for each leaf."""
-    return _build_tree(manifest.root, [branch.children for branch in manifest.branches], values, build)
+    # Parents come before their children, so the containers are built from the last to the first.
+    built: list[object] = [None] * len(manifest.branches)
+    for number in reversed(range(len(built))):
+        children = manifest.branches[number].children
+        built[number] = build(number, [values[c] if c >= 0 else built[~c] for c in children])
+    return values[manifest.root] if manifest.root >= 0 else built[~manifest.root]
 
 
 def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -> object:
@@ -89,18 +94,8 @@ def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -
         else:
             children = children_of[~siblings[index]]
             stack += [(children, inner) for inner in reversed(range(len(children)))]
-    return _build_tree(root[0], children_of, list(values), build)
-
-
-def _build_tree(
-    root: int, children_of: Sequence[Sequence[int]], values: Sequence[object], build: Build
-) -> object:
-    # Parents come before their children, so the containers are built from the last to the first.
-    built: list[object] = [None] * len(children_of)
-    for number in reversed(range(len(children_of))):
-        children = children_of[number]
-        built[number] = build(number, [values[c] if c >= 0 else built[~c] for c in children])
-    return values[root] if root >= 0 else built[~root]
+    branches = tuple(Branch("list", tuple(children)) for children in children_of)
+    return rebuild(Manifest(root[0], branches, (), (), ()), list(values), build)
 
 
 def merge(local: Manifest, incoming: Manifest) -> Manifest:
@@ -108,37 +103,32 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
 
     Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
     """
-    # Pair n of a local and an incoming branch, of which one may be None, becomes branch n.
-    pairs: list[tuple[Branch | None, Branch | None]] = []
+    # The n-th pair of a local and an incoming child, of which one may be None, becomes branch n.
+    pairs: list[tuple[int | None, int | None]] = []
 
     def add(ours: int | None, theirs: int | None) -> int:
         if ours is not None and ours >= 0:
             return ours
         if theirs is not None and theirs >= 0:
             return 0
-        pairs.append(
-            (
-                None if ours is None else local.branches[~ours],
-                None if theirs is None else incoming.branches[~theirs],
-            )
-        )
+        pairs.append((ours, theirs))
         return ~(len(pairs) - 1)
 
     root = add(local.root, incoming.root)
     branches: list[Branch] = []
-    for a, b in pairs:
+    for ours, theirs in pairs:
+        a = None if ours is None else local.branches[~ours]
+        b = None if theirs is None else incoming.branches[~theirs]
         our_children, their_children = dict(_items(a)) if a else {}, dict(_items(b)) if b else {}
-        children = {
-            key: (our_children.get(key), their_children.get(key)) for key in our_children | their_children
-        }
-        model = a or b
-        assert model is not None, "only containers are added"
-        if model.keys is None and list(children) != list(range(len(children))) and b is not None:
+        keys = tuple(our_children | their_children)
+        children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
+        container = a or b
+        assert container is not None, "only containers are added"
+        if container.keys is None and keys != tuple(range(len(keys))) and b is not None:
             # A list cannot have these keys, so use the incoming container.
-            model = b
-        keys = None if model.keys is None else tuple(children)
+            container = b
         branches.append(
-            Branch(model.kind, tuple(add(*pair) for pair in children.values()), keys, model.extra)
+            Branch(container.kind, children, None if container.keys is None else keys, container.extra)
         )
     return Manifest(root, tuple(branches), local.leaves, (), ())
 
