@@ -14,7 +14,6 @@ from torchferry.core.extents import (
     split,
 )
 from torchferry.core.manifest import TensorSpec
-from torchferry.core.strides import memory_order
 
 
 def spec(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, itemsize: int = 4) -> TensorSpec:
@@ -95,11 +94,6 @@ def test_pieces_cover_an_extent_in_order(max_bytes: int) -> None:
     assert sum(piece.nbytes for piece in pieces) == extent.nbytes
     assert all(piece.nbytes <= max_bytes for piece in pieces)
     assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)
-
-
-def test_memory_order_goes_from_the_widest_stride_to_the_narrowest() -> None:
-    assert memory_order(spec((2, 3, 4), (1, 8, 2))) == [1, 2, 0]
-    assert memory_order(spec((5, 3), (1, 1))) is None
 
 
 def test_a_tensor_overlaps_itself_if_two_items_share_memory() -> None:
