@@ -232,18 +232,16 @@ def _compare_leaves(
 def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> TensorSpec:
     """Remove the dimensions that are expanded on both sides."""
     kept = [d for d, count in enumerate(local.shape) if incoming.stride[d] or local.stride[d] or count == 0]
-    return replace(
-        local, shape=tuple(local.shape[d] for d in kept), stride=tuple(local.stride[d] for d in kept)
-    )
+    shape, stride = (tuple(sizes[d] for d in kept) for sizes in (local.shape, local.stride))
+    return replace(local, shape=shape, stride=stride)
 
 
 def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
     """Find local bytes that two different incoming values would be written to."""
-    by_storage: defaultdict[int, defaultdict[object, list[TensorPair]]]
-    by_storage = defaultdict(lambda: defaultdict(list))
+    by_storage: defaultdict[int, dict[object, list[TensorPair]]] = defaultdict(dict)
     for pair in tensor_pairs(incoming, local, pairs):
-        ours = local.tensors[pair.local]
-        by_storage[ours.storage][_movement(incoming.tensors[pair.incoming], ours)].append(pair)
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
     for by_movement in by_storage.values():
         groups = list(by_movement.values())
         try:
