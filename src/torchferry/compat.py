@@ -19,8 +19,8 @@ import torch
 
 from torchferry.core.codec import Frame
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.showing import show
-from torchferry.core.soundness import check as validate
+from torchferry.core.text import show
+from torchferry.core.validation import validate
 from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import dtype_name

@@ -20,7 +20,7 @@ from tests.hostile.mutations import Mutator, corpus
 from tests.hostile.test_attacks import decode_any, plan, take_apart
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
-from torchferry.core.landing import land_in_place
+from torchferry.core.placement import place_in_local_state
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, misfits, prepare, shape_in_place
@@ -68,9 +68,9 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         # Most frames have nothing in common with the target, and that is no fault of theirs.
         if comparison.mismatches and comparison.pairs:
             raise StateMismatch(comparison.mismatches)
-        if not comparison.twins:
+        if not comparison.identical:
             paired = tensor_pairs(manifest, local.manifest, comparison.pairs)
-            land_in_place(placed.extents, manifest, local.manifest, paired)
+            place_in_local_state(placed.extents, manifest, local.manifest, paired)
             shape_in_place(prepared, local.manifest, strict=False, extra="fresh")
     except FerryError as error:
         return stage, f"{type(error).__name__}: {_reason(error)}"

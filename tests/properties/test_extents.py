@@ -1,4 +1,4 @@
-"""The arithmetic under a transfer, against the same done byte by byte: extents, chunks, boxes, frames."""
+"""Extents, chunks, boxes and frames of random tensors, compared with the same computed byte by byte."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from msgspec.structs import replace
 from tests.hostile.attacks.base import framed
 from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.states import Recipe, build
-from torchferry.core.boxes import boxes, items_below
 from torchferry.core.codec import MAGIC, Frame, decode, encode
 from torchferry.core.extents import Extent, extents_of, footprint, overlaps_itself, split
-from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES, make_plan
+from torchferry.core.strides import count_items_below, memory_order, split_into_boxes
 from torchferry.errors import BadManifest
 from torchferry.tensors.describe import describe
 
@@ -43,7 +42,7 @@ def specs(draw: Draw) -> TensorSpec:
 
 @st.composite
 def families(draw: Draw) -> list[TensorSpec]:
-    """Draw tensors of which many are alike but for their offsets, as the columns of a matrix are."""
+    """Draw tensors of which many differ only in their offsets, like the columns of a matrix."""
     found = draw(st.lists(specs(), max_size=3))
     for spec in draw(st.lists(specs(), max_size=2)):
         room = (_CAPACITY - span(spec.shape, spec.stride) * spec.itemsize) // spec.itemsize
@@ -85,12 +84,14 @@ def test_every_used_byte_is_in_exactly_one_extent_and_no_other_byte_in_any(tenso
 
 @settings(max_examples=600)
 @given(families(), st.integers(16, 200))
-def test_chunks_part_an_extent_in_order_and_never_an_item(tensors: list[TensorSpec], most_bytes: int) -> None:
+def test_chunks_cover_an_extent_in_order_and_divide_no_item(
+    tensors: list[TensorSpec], max_bytes: int
+) -> None:
     for extent in extents_of(tensors):
-        pieces = list(split(extent, most_bytes))
+        pieces = list(split(extent, max_bytes))
         note(f"{extent} in {pieces}")
         assert [byte for piece in pieces for byte in bytes_of(piece)] == bytes_of(extent)
-        assert all(0 < piece.nbytes <= most_bytes for piece in pieces)
+        assert all(0 < piece.nbytes <= max_bytes for piece in pieces)
         of_byte = {byte: number for number, piece in enumerate(pieces) for byte in bytes_of(piece)}
         for spec in tensors:
             if spec.storage == extent.storage:
@@ -124,11 +125,11 @@ def test_a_plan_carries_each_used_byte_once(
 
 @settings(max_examples=400)
 @given(specs())
-def test_what_is_said_of_one_tensor_is_so(spec: TensorSpec) -> None:
+def test_footprint_overlap_and_memory_order_of_one_tensor_are_right(spec: TensorSpec) -> None:
     items = items_of(spec)
     assert {byte for extent in footprint(spec) for byte in bytes_of(extent)} == {b for i in items for b in i}
     assert overlaps_itself(spec) == (len(set(items)) < len(items))
-    dims = nested_dims(spec)
+    dims = memory_order(spec)
     if dims is not None and items:
         walked = [
             sum(i * spec.stride[d] for i, d in zip(index, dims, strict=True))
@@ -140,11 +141,11 @@ def test_what_is_said_of_one_tensor_is_so(spec: TensorSpec) -> None:
 
 @settings(max_examples=400)
 @given(st.data(), st.lists(st.integers(1, 5), max_size=4))
-def test_boxes_are_the_items_of_a_range_in_order(data: st.DataObject, shape: list[int]) -> None:
+def test_boxes_cover_a_range_of_items_in_order(data: st.DataObject, shape: list[int]) -> None:
     total = prod(shape)
     first = data.draw(st.integers(0, total))
     end = data.draw(st.integers(first, total))
-    found = list(boxes(shape, first, end))
+    found = list(split_into_boxes(shape, first, end))
     note(f"{found}")
     indices = [
         index
@@ -158,12 +159,12 @@ def test_boxes_are_the_items_of_a_range_in_order(data: st.DataObject, shape: lis
 @settings(max_examples=400)
 @given(specs(), st.integers(-20, 200))
 def test_items_below_an_address_are_counted(spec: TensorSpec, address: int) -> None:
-    dims = nested_dims(spec)
+    dims = memory_order(spec)
     assume(dims is not None and 0 not in spec.shape)
     assert dims is not None
     levels = [(spec.shape[d], spec.stride[d] * spec.itemsize) for d in dims]
     starts = {item.start - spec.offset for item in items_of(spec)}
-    assert items_below(address, levels) == sum(start < address for start in starts)
+    assert count_items_below(address, levels) == sum(start < address for start in starts)
 
 
 _VALUES = st.one_of(
@@ -178,7 +179,7 @@ _VALUES = st.one_of(
 
 @st.composite
 def manifests(draw: Draw) -> Manifest:
-    """Draw any manifest whose numbers point where they may."""
+    """Draw any valid manifest."""
     tensors = tuple(draw(st.lists(specs(), max_size=3)))
     parts = st.lists(st.integers(0, len(tensors) - 1), max_size=3).map(tuple) if tensors else st.just(())
     leaves: list[Leaf] = []
@@ -209,7 +210,7 @@ def manifests(draw: Draw) -> Manifest:
 
 @settings(max_examples=300)
 @given(manifests(), st.integers(16, MAX_CHUNK_BYTES), st.none() | st.integers(-(2**63), 2**63 - 1))
-def test_a_manifest_comes_out_of_its_frame_as_it_went_in(
+def test_decoding_a_frame_returns_the_encoded_manifest(
     manifest: Manifest, chunk_bytes: int, step: int | None
 ) -> None:
     envelope = Frame(manifest, chunk_bytes, step)
@@ -220,7 +221,7 @@ def test_a_manifest_comes_out_of_its_frame_as_it_went_in(
 
 @settings(max_examples=100)
 @given(recipes())
-def test_a_real_manifest_comes_out_of_its_frame_as_it_went_in(recipe: Recipe) -> None:
+def test_decoding_a_frame_returns_the_manifest_of_a_real_state(recipe: Recipe) -> None:
     frame = encode(Frame(describe(build(recipe).state).manifest, 1000, 7))
     # Compared as bytes, because a NaN does not equal itself.
     assert encode(decode(frame)) == frame
@@ -230,7 +231,7 @@ _MUTATIONS = st.lists(
     st.tuples(
         st.sampled_from(("set", "set", "delete", "insert", "truncate", "repeat")),
         st.floats(0, 1, exclude_max=True),
-        # Bytes that MessagePack gives a meaning: ends of small ints, strings, arrays, maps, extensions.
+        # Bytes with a meaning in MessagePack: limits of small ints, strings, arrays, maps, extensions.
         st.sampled_from((0x00, 0x7F, 0x80, 0x90, 0xA0, 0xC0, 0xC1, 0xC7, 0xCF, 0xD4, 0xDD, 0xDF, 0xFF))
         | st.integers(0, 255),
     ),
@@ -240,7 +241,7 @@ _MUTATIONS = st.lists(
 
 
 def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
-    """Damage what a frame says, and sign it anew so that the damage is read and not only noticed."""
+    """Damage the body of a frame and compute its digest again, so that the decoder reads the damage."""
     body = bytearray(frame[len(framed(b"")) :])
     for how, where, byte in mutations:
         at = int(where * len(body))
@@ -259,7 +260,7 @@ def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
 
 @settings(max_examples=400)
 @given(manifests(), _MUTATIONS)
-def test_a_damaged_frame_is_refused_or_says_something_else(
+def test_a_damaged_frame_is_refused_or_is_another_valid_frame(
     manifest: Manifest, mutations: list[tuple[str, float, int]]
 ) -> None:
     frame = mutate(encode(Frame(manifest, 1000)), mutations)
@@ -270,7 +271,7 @@ def test_a_damaged_frame_is_refused_or_says_something_else(
 
 @settings(max_examples=200)
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_frame_are_refused_or_are_one_after_all(body: bytes) -> None:
+def test_random_bytes_are_refused_or_are_a_valid_frame(body: bytes) -> None:
     for frame in (body, MAGIC + body, framed(body)):
         with suppress(BadManifest):
             decode(frame)

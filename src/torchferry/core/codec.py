@@ -30,7 +30,7 @@ from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.push import NONCE_BYTES, Route, TransferId
-from torchferry.core.soundness import check as validate
+from torchferry.core.validation import validate
 from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"

@@ -1,36 +1,31 @@
-"""Compares the incoming state with the local state and lists every mismatch, before anything is written.
-
-Both states are manifests, so comparing them is pure. The result lists the paths that both states have, and
-the mismatches, each with its path and the values of both sides.
-"""
+"""Compares the incoming state with the local state and lists every mismatch, before anything is written."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from torchferry.core.extents import Extent, TooIntricate, footprint, overlaps_itself, union
-from torchferry.core.grids import one_map
+from torchferry.core.extents import TooIrregular, are_disjoint, footprint, overlaps_itself, union
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.prefixes import wrapper_hint
-from torchferry.core.showing import show_difference, show_name
+from torchferry.core.text import show_difference, show_name
 from torchferry.core.tree import Occurrence, Path, format_path, occurrences
 from torchferry.errors import Mismatch
 
-_VALUES = frozenset({VALUE, OPAQUE, PICKLED})
+_VALUE_KINDS = frozenset({VALUE, OPAQUE, PICKLED})
 
 Extra: TypeAlias = Literal["error", "fresh", "drop"]
 """What to do with paths that only the peer has."""
 
-Look: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, str]]
+PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, str]]
 """Returns the properties of a leaf that are compared, as text by name: dtype, shape and more."""
 
 
 class Pair(NamedTuple):
-    """A place that both states have, and the leaves that stand there."""
+    """A path that both states have, and the leaf of each."""
 
     path: Path
     incoming: int
@@ -38,7 +33,7 @@ class Pair(NamedTuple):
 
 
 class TensorPair(NamedTuple):
-    """A tensor that arrives and the local tensor that takes it."""
+    """An incoming tensor, and the local tensor that receives it."""
 
     path: Path
     incoming: int
@@ -46,30 +41,31 @@ class TensorPair(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """`pairs` lists the paths that both states have. With any mismatch, nothing may be written.
+    """The paths that both states have, the paths that only one has, and the mismatches with possible causes.
 
-    `incoming_only` and `local_only` list the paths that only one state has. `hints` say what may cause the
-    mismatches. `twins` means that the manifests are alike: leaf n of one belongs to leaf n of the other, and
-    tensor n to tensor n, with the same storages and offsets. Pairs are not listed then.
+    If `identical`, leaf n and tensor n of one manifest belong to leaf n and tensor n of the other, with the
+    same storages and offsets. Pairs are not listed then.
     """
 
     pairs: tuple[Pair, ...]
     mismatches: tuple[Mismatch, ...]
-    twins: bool = False
+    identical: bool = False
     incoming_only: tuple[Occurrence, ...] = ()
     local_only: tuple[Occurrence, ...] = ()
     hints: tuple[str, ...] = ()
 
 
-def compare(incoming: Manifest, local: Manifest, look: Look, *, strict: bool, extra: Extra) -> Comparison:
+def compare(
+    incoming: Manifest, local: Manifest, properties_of: PropertiesOf, *, strict: bool, extra: Extra
+) -> Comparison:
     """Pair the leaves of two states by path, and list all mismatches.
 
     A path that only the local state has is a mismatch if `strict`; a path that only the incoming state has is
     one if `extra` is "error". If the states have no path in common, or both have tensors and share none, all
     paths are mismatches.
     """
-    if _are_twins(incoming, local):
-        return Comparison((), (), twins=True)
+    if _are_identical(incoming, local):
+        return Comparison((), (), identical=True)
     local_leaves = dict(occurrences(local))
     pairs: list[Pair] = []
     incoming_only: list[Occurrence] = []
@@ -80,33 +76,29 @@ def compare(incoming: Manifest, local: Manifest, look: Look, *, strict: bool, ex
             incoming_only.append(Occurrence(path, leaf))
     local_only = [Occurrence(path, leaf) for path, leaf in local_leaves.items()]
     mismatches: list[Mismatch] = []
-    nothing_matches = _share_nothing(incoming, local, pairs, extra)
-    if extra == "error" or nothing_matches:
-        mismatches += [
-            Mismatch(format_path(path), "no such path here", describe(incoming, leaf, look), "nothing")
-            for path, leaf in incoming_only
-        ]
-    if strict or nothing_matches:
-        mismatches += [
-            Mismatch(format_path(path), "the peer has no such path", "nothing", describe(local, leaf, look))
-            for path, leaf in local_only
-        ]
+    nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
+    if extra == "error" or nothing_in_common:
+        for path, leaf in incoming_only:
+            theirs = _describe_leaf(incoming, leaf, properties_of)
+            mismatches.append(Mismatch(format_path(path), "no such path here", theirs, "nothing"))
+    if strict or nothing_in_common:
+        for path, leaf in local_only:
+            ours = _describe_leaf(local, leaf, properties_of)
+            mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", ours))
     if extra == "fresh" and not strict:
-        mismatches += _collisions(incoming_only, local_only)
+        mismatches += _compare_containers(incoming_only, local_only)
     fitting: list[Pair] = []
     for pair in pairs:
-        differences = list(_differences(incoming, local, pair, look))
-        mismatches.extend(differences)
+        differences = list(_compare_leaves(incoming, local, pair, properties_of))
+        mismatches += differences
         if not differences:
             fitting.append(pair)
-    mismatches.extend(_conflicts(incoming, local, fitting))
+    mismatches += _find_conflicts(incoming, local, fitting)
     hints: list[str] = []
     if mismatches:
-        hints += wrapper_hint(
-            *([each.path for each in places] for places in (incoming_only, local_only, pairs))
-        )
+        hints = wrapper_hints(*([each.path for each in some] for some in (incoming_only, local_only, pairs)))
         if incoming_only and extra == "error" and not hints:
-            hints.append(_EXTRA_HINT)
+            hints = [_EXTRA_HINT]
     return Comparison(
         tuple(pairs), tuple(mismatches), False, tuple(incoming_only), tuple(local_only), tuple(hints)
     )
@@ -118,42 +110,9 @@ _EXTRA_HINT = (
 )
 
 
-def _share_nothing(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
-    """Return whether the states have no path in common, or no path of a tensor if both have tensors."""
-    if not pairs:
-        return bool(local.leaves) or (extra == "drop" and bool(incoming.leaves))
-    both_have_tensors = any(leaf.parts for leaf in incoming.leaves) and any(
-        leaf.parts for leaf in local.leaves
-    )
-    return both_have_tensors and not any(
-        incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs
-    )
-
-
-def _collisions(incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]) -> Iterator[Mismatch]:
-    """Find paths at which one state has a value and the other a container: one tree can't hold both."""
-    theirs, ours = ({path for path, _ in only} for only in (incoming_only, local_only))
-    for inner, outer, sides in ((theirs, ours, _CONTAINER_INCOMING), (ours, theirs, _CONTAINER_LOCAL)):
-        found = dict.fromkeys(
-            path[:depth] for path in inner for depth in range(len(path)) if path[:depth] in outer
-        )
-        for path in found:
-            yield Mismatch(format_path(path), "one side has a container, the other a value", *sides)
-
-
-_CONTAINER_INCOMING = ("a container", "a value")
-_CONTAINER_LOCAL = ("a value", "a container")
-
-
-def _are_twins(incoming: Manifest, local: Manifest) -> bool:
-    """Say whether two states differ in nothing but values and what is not compared.
-
-    So it is in nearly every transfer, and to find out takes a hundredth of the time that comparing does.
-    """
-    if incoming is local:
-        # What arrived was recognised.
-        return True
-    return (
+def _are_identical(incoming: Manifest, local: Manifest) -> bool:
+    """Return whether two states differ only in values and traits: the usual case, found without paths."""
+    return incoming is local or (
         incoming.root == local.root
         and incoming.branches == local.branches
         and incoming.tensors == local.tensors
@@ -162,14 +121,36 @@ def _are_twins(incoming: Manifest, local: Manifest) -> bool:
         and all(
             theirs.parts == ours.parts
             and theirs.fixed == ours.fixed
-            and (theirs.kind == ours.kind or (theirs.kind in _VALUES and ours.kind in _VALUES))
+            and (theirs.kind == ours.kind or (theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS))
             for theirs, ours in zip(incoming.leaves, local.leaves, strict=True)
         )
     )
 
 
-def tensor_pairs(incoming: Manifest, local: Manifest, pairs: tuple[Pair, ...]) -> list[TensorPair]:
-    """List the tensors behind pairs that fit."""
+def _have_nothing_in_common(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
+    """Return whether the states have no path in common, or no path of a tensor although both have tensors."""
+    if not pairs:
+        return bool(local.leaves) or (extra == "drop" and bool(incoming.leaves))
+    both_have_tensors = all(any(leaf.parts for leaf in state.leaves) for state in (incoming, local))
+    return both_have_tensors and not any(
+        incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs
+    )
+
+
+def _compare_containers(
+    incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]
+) -> Iterator[Mismatch]:
+    """Find paths with a value in one state and a container in the other. A merged tree cannot hold both."""
+    theirs, ours = (dict.fromkeys(path for path, _ in only) for only in (incoming_only, local_only))
+    container, value = "a container", "a value"
+    for inner, outer, sides in ((theirs, ours, (container, value)), (ours, theirs, (value, container))):
+        found = {path[:depth] for path in inner for depth in range(len(path)) if path[:depth] in outer}
+        for path in filter(found.__contains__, outer):
+            yield Mismatch(format_path(path), "one side has a container, the other a value", *sides)
+
+
+def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[TensorPair]:
+    """List the tensors of pairs that fit."""
     return [
         TensorPair(pair.path, theirs, ours)
         for pair in pairs
@@ -180,19 +161,19 @@ def tensor_pairs(incoming: Manifest, local: Manifest, pairs: tuple[Pair, ...]) -
 
 
 def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
-    """Say whether the bytes of one can be the bytes of the other, moved as a block."""
+    """Return whether the bytes of one tensor can be copied to the other as a block."""
     return (
         incoming.itemsize == local.itemsize
         and incoming.conj == local.conj
         and incoming.neg == local.neg
         and all(
-            theirs == ours or n <= 1
-            for n, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
+            theirs == ours or count <= 1
+            for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
         )
     )
 
 
-def describe(manifest: Manifest, number: int, look: Look) -> str:
+def _describe_leaf(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
     """Describe a leaf in a few words."""
     leaf = manifest.leaves[number]
     if leaf.kind == OPAQUE:
@@ -201,131 +182,165 @@ def describe(manifest: Manifest, number: int, look: Look) -> str:
         return "a pickled object with tensors in it" if leaf.fixed else "a pickled object"
     if not leaf.parts:
         return f"a {show_name(leaf.kind)}"
-    seen = look(leaf, _specs(manifest, leaf))
-    text = f"{show_name(leaf.kind)} {seen['dtype']}{seen['shape']}"
-    return show_difference(text, text)[0]
+    properties = properties_of(leaf, _specs(manifest, leaf))
+    return show_name(f"{leaf.kind} {properties['dtype']}{properties['shape']}")
 
 
 def _specs(manifest: Manifest, leaf: Leaf) -> list[TensorSpec]:
     return [manifest.tensors[part] for part in leaf.parts]
 
 
-def _differences(incoming: Manifest, local: Manifest, pair: Pair, look: Look) -> Iterator[Mismatch]:
+def _compare_leaves(
+    incoming: Manifest, local: Manifest, pair: Pair, properties_of: PropertiesOf
+) -> Iterator[Mismatch]:
     theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
     path = format_path(pair.path)
-    if theirs.kind in _VALUES and ours.kind in _VALUES:
-        if theirs.fixed is not None or ours.fixed is not None:
-            yield Mismatch(
-                path,
-                "can't be written in place",
-                describe(incoming, pair.incoming, look),
-                describe(local, pair.local, look),
-            )
+    are_values = theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS
+    if are_values and theirs.fixed is None and ours.fixed is None:
         return
-    if theirs.kind != ours.kind:
+    if are_values or theirs.kind != ours.kind:
         yield Mismatch(
-            path, "kind", describe(incoming, pair.incoming, look), describe(local, pair.local, look)
+            path,
+            "can't be written in place" if are_values else "kind",
+            _describe_leaf(incoming, pair.incoming, properties_of),
+            _describe_leaf(local, pair.local, properties_of),
         )
         return
-    specs = list(zip(_specs(incoming, theirs), _specs(local, ours), strict=False))
+    their_specs, our_specs = _specs(incoming, theirs), _specs(local, ours)
+    specs = list(zip(their_specs, our_specs, strict=False))
     if (
         theirs.fixed != ours.fixed
-        or len(theirs.parts) != len(ours.parts)
+        or len(their_specs) != len(our_specs)
         or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs)
     ):
-        yield from _unlike(path, look(theirs, _specs(incoming, theirs)), look(ours, _specs(local, ours)))
+        their_properties, our_properties = properties_of(theirs, their_specs), properties_of(ours, our_specs)
+        for name in {**their_properties, **our_properties}:
+            one, two = their_properties.get(name, "none"), our_properties.get(name, "none")
+            if one != two:
+                yield Mismatch(path, name, *show_difference(one, two))
         return
     for a, b in specs:
         if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
             yield Mismatch(
                 path,
-                "the local tensor's items share memory, the incoming ones do not in the same way",
+                "items of the local tensor share memory that items of the incoming tensor do not share",
                 f"strides {list(a.stride)}",
                 f"strides {list(b.stride)}",
             )
 
 
-def _unlike(path: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Mismatch]:
-    """List the properties in which two leaves of one kind differ."""
-    for name in {**theirs, **ours}:
-        one, two = theirs.get(name, "none"), ours.get(name, "none")
-        if one != two:
-            yield Mismatch(path, name, *show_difference(one, two))
-
-
 def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> TensorSpec:
-    """Leave out the dimensions along which both sides have one and the same item all the way."""
-    kept = [d for d, n in enumerate(local.shape) if incoming.stride[d] or local.stride[d] or n == 0]
-    return replace(
-        local, shape=tuple(local.shape[d] for d in kept), stride=tuple(local.stride[d] for d in kept)
-    )
+    """Remove the dimensions that are expanded on both sides."""
+    kept = [d for d, count in enumerate(local.shape) if incoming.stride[d] or local.stride[d] or count == 0]
+    shape, stride = (tuple(sizes[d] for d in kept) for sizes in (local.shape, local.stride))
+    return replace(local, shape=shape, stride=stride)
 
 
-def _conflicts(incoming: Manifest, local: Manifest, pairs: list[Pair]) -> Iterator[Mismatch]:
+def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
     """Find local bytes that two different incoming values would be written to."""
-    by_storage: defaultdict[int, list[TensorPair]] = defaultdict(list)
-    for pair in tensor_pairs(incoming, local, tuple(pairs)):
-        by_storage[local.tensors[pair.local].storage].append(pair)
-    for sharing in by_storage.values():
-        distinct = {_mapping(incoming, local, pair): pair for pair in reversed(sharing)}
-        if len(distinct) > 1:
-            yield from _conflicts_among(incoming, local, list(reversed(distinct.values())))
+    by_storage: defaultdict[int, dict[object, list[TensorPair]]] = defaultdict(dict)
+    for pair in tensor_pairs(incoming, local, pairs):
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
+    for by_movement in by_storage.values():
+        groups = list(by_movement.values())
+        try:
+            if len(groups) > 1:
+                yield from _find_conflicts_between(groups, local)
+        except TooIrregular as error:
+            yield Mismatch(
+                format_path(groups[0][0].path),
+                "the local views overlap too irregularly to compare; clone() some of them",
+                "separate values",
+                str(error),
+            )
 
 
-def _conflicts_among(incoming: Manifest, local: Manifest, pairs: list[TensorPair]) -> Iterator[Mismatch]:
-    try:
-        used = [footprint(local.tensors[pair.local]) for pair in pairs]
-        if _disjoint(used):
-            return
-        for index, pair in enumerate(pairs):
-            for earlier in range(index):
-                other = pairs[earlier]
-                if not _agree(incoming, local, pair, other) and not _disjoint([used[index], used[earlier]]):
-                    yield Mismatch(
-                        format_path(pair.path),
-                        f"shares local memory with {format_path(other.path)}, and two values can't "
-                        "be kept in one place",
-                        "two values",
-                        "one storage",
-                    )
-    except TooIntricate as error:
-        yield Mismatch(
-            format_path(pairs[0].path),
-            "the local views overlap too irregularly to compare",
-            "separate values",
-            str(error),
-        )
+def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
+    """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
+    used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
+    unions = [union(extent for pair in group for extent in used[pair.local]) for group in groups]
+    if are_disjoint([extent for extents in unions for extent in extents]):
+        return
+    earlier: list[TensorPair] = []
+    for group in groups:
+        for pair in group:
+            clashes = (other for other in earlier if not are_disjoint(used[pair.local] + used[other.local]))
+            if (other := next(clashes, None)) is not None:
+                yield Mismatch(
+                    format_path(pair.path),
+                    f"shares local memory with {format_path(other.path)}, but the incoming tensors do not "
+                    "share memory like this; clone() one of them",
+                    "other memory",
+                    "shared memory",
+                )
+        earlier += group
 
 
-def _disjoint(footprints: list[list[Extent]]) -> bool:
-    extents = [extent for each in footprints for extent in each]
-    return sum(e.nbytes for e in union(extents)) == sum(e.nbytes for e in extents) and len(
-        set(extents)
-    ) == len(extents)
+def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
+    """Return a key for where the incoming bytes go: tensors of equal keys write equal values to shared bytes.
 
-
-def _agree(incoming: Manifest, local: Manifest, one: TensorPair, two: TensorPair) -> bool:
-    """Say whether a byte that both pairs write is the same incoming byte to both."""
-    a, b = incoming.tensors[one.incoming], incoming.tensors[two.incoming]
-    x, y = local.tensors[one.local], local.tensors[two.local]
-    if a.storage != b.storage:
-        return False
-    if same_layout(a, x) and same_layout(b, y):
-        return x.offset - a.offset == y.offset - b.offset
-    same_bits = (a.conj, a.neg, x.conj, x.neg) == (b.conj, b.neg, y.conj, y.neg)
-    return same_bits and (a.dtype == b.dtype or (a.conj, a.neg) == (x.conj, x.neg)) and one_map(a, x, b, y)
-
-
-def _mapping(incoming: Manifest, local: Manifest, pair: TensorPair) -> object:
-    """Say which incoming address goes to which local one, whatever the order of the dimensions.
-
-    Tied weights of which one is a transpose of the other have the same mapping.
+    Tensors of the same layout on both sides are shifted. Others need the same items, in any order of their
+    dimensions, because tied weights may be transposes of each other.
     """
-    a, b = incoming.tensors[pair.incoming], local.tensors[pair.local]
+    if same_layout(incoming, local):
+        return incoming.storage, local.offset - incoming.offset
     steps = sorted(
-        (theirs, ours, n) for n, theirs, ours in zip(a.shape, a.stride, b.stride, strict=True) if n != 1
+        (theirs, ours, count)
+        for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
+        if count != 1
     )
-    bits = (a.conj, a.neg, b.conj, b.neg)
-    # Bits that differ are put right by arithmetic, and then it matters what kind of numbers they are.
-    means = a.dtype if bits[:2] != bits[2:] else None
-    return (a.storage, a.offset, a.itemsize, bits, means, b.offset, tuple(steps))
+    bits = (incoming.conj, incoming.neg, local.conj, local.neg)
+    # Items whose bits differ are converted, and how depends on the dtype.
+    dtype = incoming.dtype if bits[:2] != bits[2:] else None
+    return incoming.storage, incoming.offset, incoming.itemsize, bits, dtype, local.offset, tuple(steps)
+
+
+_MAX_WRAPPER_WORDS = 3
+"""Wrappers nest: DistributedDataParallel around a compiled module is `module._orig_mod.`"""
+
+_MAX_PREFIXES = 8
+_MAX_KEY_CHARACTERS = 4096
+
+_Words = tuple[str, ...]
+
+
+def wrapper_hints(
+    incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
+) -> list[str]:
+    """Return a hint if the unmatched paths of one side share a prefix that those of the other side lack.
+
+    Then only one side's model is wrapped, for example by DistributedDataParallel.
+
+    >>> wrapper_hints([("module.w",), ("module.b",)], [("w",), ("b",)])
+    ['all incoming paths begin with `module.`: wrapped on one side only?']
+    >>> wrapper_hints([("model", "w"), ("step",)], [("model", "_orig_mod.w")])
+    ['all local paths in `model` begin with `_orig_mod.`: wrapped on one side only?']
+    """
+    incoming, local, both = (list(map(_words, paths)) for paths in (incoming_only, local_only, common))
+    for side, wrapped, bare in (("incoming", incoming, local), ("local", local, incoming)):
+        for parent, prefix in _find_wrappers(wrapped, set(bare)):
+            where = f" in `{show_name('.'.join(parent))}`" if parent else ""
+            every = "all other" if any(path[: len(parent)] == parent for path in both) else "all"
+            shown = show_name(".".join((*prefix, "")))
+            return [f"{every} {side} paths{where} begin with `{shown}`: wrapped on one side only?"]
+    return []
+
+
+def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tuple[_Words, _Words]]:
+    """Find prefixes of all `wrapped` paths below a parent, such that one path without it is in `bare`."""
+    candidates = dict.fromkeys(
+        (path[:start], path[start:end])
+        for path in wrapped
+        for start in range(len(path) - 1)
+        for end in range(start + 1, min(start + _MAX_WRAPPER_WORDS, len(path) - 1) + 1)
+        if path[:start] + path[end:] in bare
+    )
+    for parent, prefix in islice(candidates, _MAX_PREFIXES):
+        start, end = len(parent), len(parent) + len(prefix)
+        if all(path[start:end] == prefix for path in wrapped if path[:start] == parent):
+            yield parent, prefix
+
+
+def _words(path: Path) -> _Words:
+    return tuple(word for key in path for word in str(key)[:_MAX_KEY_CHARACTERS].split("."))

@@ -1,14 +1,8 @@
-"""Which bytes of a storage its tensors really use: extents, each byte in exactly one of them.
+"""The bytes of a storage that its tensors use, as extents: every used byte is in exactly one extent.
 
-Rules of this file:
-- An extent is a run of bytes, or a regular pattern of equal runs (a column of a matrix is one run per
-  row). Patterns are what keeps a strided view cheap to describe: a column of a million rows is three
-  numbers, not a million.
-- Bytes between the runs belong to someone else. They are never sent, and never written.
-- Both ends compute extents from the same manifest, so the result depends on nothing but the arguments.
-
-Tensors that only touch stay apart: each is an extent of its own, and moves as one. Tensors that overlap
-are one extent, so that a shared byte moves once.
+An extent is a run of bytes, or equal runs at regular distances: a column of a million rows is three numbers.
+The bytes between the runs are neither sent nor written. Tensors that overlap share an extent, so a shared
+byte moves once; tensors that only touch do not. Both sides compute the same extents from the same manifest.
 """
 
 from __future__ import annotations
@@ -21,47 +15,42 @@ from operator import lt
 
 from msgspec import Struct
 
-from torchferry.core.figures import Repeats, figure, figure_of, levels
 from torchferry.core.manifest import TensorSpec
+from torchferry.core.strides import Repeats, byte_steps, find_pattern, is_nested
 
 MAX_RUNS = 1 << 20
-"""Overlapping views that form no regular pattern are listed run by run, up to this many in a state. A million
-runs take about a second; what would need more is refused, or a hostile manifest could ask for 2**60."""
+"""Irregular patterns are listed run by run, which takes about a second for a million runs."""
 
 ITEM_BYTES = 16
-"""The largest item of any dtype. Items lie at multiples of their size, so a cut at a multiple of this
-never goes through one."""
+"""The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes divides none."""
 
 Run = tuple[int, int]
+"""(start, end) in a storage."""
 
 
-class TooIntricate(ValueError):
-    """Views that overlap in a pattern too irregular to list."""
+class TooIrregular(ValueError):
+    """The views overlap in a pattern that needs more than MAX_RUNS runs."""
 
 
-class Patience:
-    """How many runs may still be listed, or extents compared, before a state is called too intricate."""
+class Budget:
+    """The number of runs that may still be listed, or extents compared."""
 
     def __init__(self) -> None:
         self._left = MAX_RUNS
 
     def spend(self, runs: int) -> None:
-        """Take some of it, before the work is done.
+        """Deduct runs before they are listed.
 
         Raises:
-            TooIntricate: there is none left.
+            TooIrregular: fewer are left.
         """
         self._left -= runs
         if self._left < 0:
-            raise TooIntricate(f"more than {MAX_RUNS} runs")
+            raise TooIrregular(f"more than {MAX_RUNS} runs")
 
 
 class Extent(Struct, frozen=True, gc=False):
-    """`run_bytes` bytes at `offset` of a storage, repeated.
-
-    `repeats` has (count, stride in bytes) for each level of repetition, the widest stride first. An
-    extent without repeats is plain: one run.
-    """
+    """`run_bytes` bytes at `offset` of a storage, repeated as `repeats` says; without repeats, one run."""
 
     storage: int
     offset: int
@@ -70,19 +59,19 @@ class Extent(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """The bytes in it, without the gaps."""
+        """The number of bytes in it, without the gaps."""
         if not self.repeats:
             return self.run_bytes
         return self.run_bytes * prod(count for count, _ in self.repeats)
 
     @property
     def end(self) -> int:
-        """Where its last run ends."""
-        return self.offset + self.run_bytes + sum((n - 1) * step for n, step in self.repeats)
+        """The end of its last run."""
+        return self.offset + self.run_bytes + sum((count - 1) * step for count, step in self.repeats)
 
 
-def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent]:
-    """Give the extents that one tensor uses: one, if its strides nest; several, if they interlock.
+def footprint(spec: TensorSpec, budget: Budget | None = None) -> list[Extent]:
+    """Return the extents of one tensor: one if its bytes form a regular pattern, several if not.
 
     >>> footprint(TensorSpec("float32", 4, (3, 2), (10, 1), 0, 8))
     [Extent(storage=0, offset=8, run_bytes=8, repeats=((3, 40),))]
@@ -90,157 +79,133 @@ def footprint(spec: TensorSpec, patience: Patience | None = None) -> list[Extent
     [Extent(storage=0, offset=8, run_bytes=4, repeats=())]
 
     Raises:
-        TooIntricate: the strides interlock in more than MAX_RUNS runs.
+        TooIrregular: it needs more than MAX_RUNS runs.
     """
-    shape = figure_of(spec)
-    if not shape.items:
+    pattern = find_pattern(spec.shape, spec.stride, spec.itemsize)
+    if not pattern.items:
         return []
-    if shape.repeats is None:
-        return _interlocked(spec, patience or Patience())
-    return [Extent(spec.storage, spec.offset, shape.run_bytes, shape.repeats)]
+    if pattern.repeats is None:
+        steps = byte_steps(spec.shape, spec.stride, spec.itemsize)
+        return _find_extents(spec.storage, _list_runs(spec.offset, spec.itemsize, steps, budget or Budget()))
+    return [Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)]
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
-    """Say whether two items of the tensor share memory, or may: strides too intricate to tell count too.
+    """Return whether two items of the tensor share memory. True too if the strides are too irregular to tell.
 
     >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
     False
     """
-    shape = figure_of(spec)
-    if shape.repeats == ():
-        return shape.run_bytes < shape.items * spec.itemsize
     try:
-        return sum(extent.nbytes for extent in footprint(spec)) < shape.items * spec.itemsize
-    except TooIntricate:
+        used_bytes = sum(extent.nbytes for extent in footprint(spec))
+    except TooIrregular:
         return True
+    return used_bytes < prod(spec.shape) * spec.itemsize
 
 
 def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
-    """Give the extents that the tensors use, by storage and address; every byte used is in exactly one.
+    """Return the extents that the tensors use, sorted by storage and offset.
 
     Raises:
-        TooIntricate: views overlap in more than MAX_RUNS runs.
+        TooIrregular: views overlap in more than MAX_RUNS runs.
     """
-    storages = [spec.storage for spec in tensors]
-    figures = [figure(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
-    repeats = [seen.repeats for seen in figures if seen.repeats is not None]
-    if all(map(lt, storages, storages[1:])) and len(repeats) == len(tensors):
-        # Each tensor has a storage to itself, as nearly always: it is its own extent.
-        runs = [seen.run_bytes for seen in figures]
-        found = list(map(Extent, storages, [spec.offset for spec in tensors], runs, repeats))
-        return found if all(runs) else [extent for extent in found if extent.run_bytes]
-    patience = Patience()
+    budget = Budget()
+    found = [extent for spec in tensors for extent in footprint(spec, budget)]
+    storages = [extent.storage for extent in found]
+    if all(map(lt, storages, storages[1:])):
+        # Nearly always, each tensor has a storage of its own.
+        return found
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
-    for spec in tensors:
-        by_storage[spec.storage] += footprint(spec, patience)
-    merged: list[Extent] = []
-    for _, extents in sorted(by_storage.items()):
-        merged += extents if len(extents) == 1 else union(extents, patience)
-    return merged
+    for extent in found:
+        by_storage[extent.storage].append(extent)
+    return [extent for storage in sorted(by_storage) for extent in union(by_storage[storage], budget)]
 
 
-def union(extents: Iterable[Extent], patience: Patience | None = None) -> list[Extent]:
+def union(extents: Iterable[Extent], budget: Budget | None = None) -> list[Extent]:
     """Merge extents of one storage so that every byte is in exactly one of them.
 
     Raises:
-        TooIntricate: they overlap in more than MAX_RUNS runs.
+        TooIrregular: they overlap in more than MAX_RUNS runs.
     """
-    patience = patience or Patience()
+    budget = budget or Budget()
     merged: list[Extent] = []
-    for cluster in _clusters(sorted(set(extents), key=lambda extent: (extent.offset, -extent.end))):
-        merged.extend(cluster if len(cluster) == 1 else _merge(cluster, patience))
-    return merged
+    overlapping: list[Extent] = []
+    end = 0
+    for extent in sorted(set(extents), key=lambda extent: (extent.offset, -extent.end)):
+        if extent.offset >= end:
+            merged += _merge(overlapping, budget)
+            overlapping = []
+        overlapping.append(extent)
+        end = max(end, extent.end)
+    return merged + _merge(overlapping, budget)
 
 
-def split(extent: Extent, most_bytes: int) -> Iterator[Extent]:
-    """Cut an extent into pieces of at most `most_bytes`, in address order, never through an item.
+def are_disjoint(extents: Sequence[Extent], budget: Budget | None = None) -> bool:
+    """Return whether no two of these extents of one storage share a byte.
 
-    >>> [(e.offset, e.nbytes) for e in split(Extent(0, 8, 100), 64)]
+    Raises:
+        TooIrregular: they overlap in more than MAX_RUNS runs.
+    """
+    used_bytes = sum(extent.nbytes for extent in union(extents, budget))
+    return used_bytes == sum(extent.nbytes for extent in extents)
+
+
+def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
+    """Split an extent into pieces of at most `max_bytes`, in address order, never within an item.
+
+    >>> [(piece.offset, piece.nbytes) for piece in split(Extent(0, 8, 100), 64)]
     [(8, 56), (64, 44)]
-    >>> [(e.offset, e.repeats) for e in split(Extent(0, 0, 16, ((5, 32),)), 64)]
+    >>> [(piece.offset, piece.repeats) for piece in split(Extent(0, 0, 16, ((5, 32),)), 64)]
     [(0, ((4, 32),)), (128, ())]
     """
-    if extent.nbytes <= most_bytes:
+    if extent.nbytes <= max_bytes:
         yield extent
         return
     if not extent.repeats:
-        yield from _split_run(extent, most_bytes)
+        piece_bytes = max(max_bytes // ITEM_BYTES, 1) * ITEM_BYTES
+        start, end = extent.offset, extent.end
+        while start < end:
+            cut = min(start // ITEM_BYTES * ITEM_BYTES + piece_bytes, end)
+            yield Extent(extent.storage, start, cut - start)
+            start = cut
         return
     (count, step), inner = extent.repeats[0], extent.repeats[1:]
-    row = Extent(extent.storage, extent.offset, extent.run_bytes, inner)
-    together = most_bytes // row.nbytes
-    for first in range(0, count, max(together, 1)):
-        start = extent.offset + first * step
-        if together <= 1:
-            yield from split(Extent(row.storage, start, row.run_bytes, inner), most_bytes)
-        else:
-            rows = min(together, count - first)
-            outer = ((rows, step),) if rows > 1 else ()
-            yield Extent(extent.storage, start, extent.run_bytes, outer + inner)
+    max_rows = max(max_bytes * count // extent.nbytes, 1)
+    for first in range(0, count, max_rows):
+        rows = min(max_rows, count - first)
+        outer = ((rows, step),) if rows > 1 else ()
+        piece = Extent(extent.storage, extent.offset + first * step, extent.run_bytes, outer + inner)
+        yield from split(piece, max_bytes)
 
 
-def _split_run(extent: Extent, most_bytes: int) -> Iterator[Extent]:
-    # Cuts fall on multiples of ITEM_BYTES of the storage, where no item of any dtype can straddle them.
-    stride = max(most_bytes // ITEM_BYTES, 1) * ITEM_BYTES
-    start, end = extent.offset, extent.offset + extent.run_bytes
-    while start < end:
-        cut = min((start // ITEM_BYTES) * ITEM_BYTES + stride, end)
-        yield Extent(extent.storage, start, cut - start)
-        start = cut
-
-
-def _clusters(ordered: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """Group extents, given by address, whose spans overlap."""
-    cluster: list[Extent] = []
-    end = 0
-    for extent in ordered:
-        if cluster and extent.offset >= end:
-            yield cluster
-            cluster = []
-            end = 0
-        cluster.append(extent)
-        end = max(end, extent.end)
-    if cluster:
-        yield cluster
-
-
-def _merge(cluster: list[Extent], patience: Patience) -> list[Extent]:
-    """Merge extents whose spans overlap: the three common shapes exactly and fast, others by listing."""
-    storage = cluster[0].storage
-    plain = _merge_runs([(e.offset, e.end) for e in cluster if not e.repeats])
-    patterns = [e for e in cluster if e.repeats and not _inside(e, plain)]
+def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
+    """Merge extents whose spans overlap. The common cases are fast; the others are listed run by run."""
+    if len(extents) <= 1:
+        return extents
+    storage = extents[0].storage
+    runs = _merge_runs([(e.offset, e.end) for e in extents if not e.repeats])
+    patterns = [e for e in extents if e.repeats and not _is_inside(e, runs)]
     if not patterns:
-        return [Extent(storage, start, end - start) for start, end in plain]
-    if not plain and len({e.repeats for e in patterns}) == 1:
-        # Columns of one matrix: alike in every row, so merge them within the first row.
-        repeats = patterns[0].repeats
-        first = min(e.offset for e in patterns)
-        last = max(e.offset + e.run_bytes for e in patterns)
-        if _nest(last - first, repeats):
-            row = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
-            return [Extent(storage, start, end - start, repeats) for start, end in row]
-    listed = [run for e in patterns for run in _runs(e, patience)]
-    return _regular(storage, _merge_runs(plain + listed, touching=True))
+        return [Extent(storage, start, end - start) for start, end in runs]
+    repeats = patterns[0].repeats
+    if not runs and all(e.repeats == repeats for e in patterns):
+        # Columns of one matrix: every row has the same columns, so merging those of one row is enough.
+        columns = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
+        if is_nested(columns[-1][1] - columns[0][0], repeats):
+            return [Extent(storage, start, end - start, repeats) for start, end in columns]
+    for e in patterns:
+        runs += _list_runs(e.offset, e.run_bytes, reversed(e.repeats), budget)
+    return _find_extents(storage, _merge_runs(runs, touching=True))
 
 
-def _nest(run_bytes: int, repeats: Repeats) -> bool:
-    """Say whether a run of this size can be so repeated and never meet itself."""
-    span = run_bytes
-    for count, step in reversed(repeats):
-        if span > step:
-            return False
-        span += (count - 1) * step
-    return True
-
-
-def _inside(extent: Extent, runs: Sequence[Run]) -> bool:
-    """Say whether an extent lies in one of some runs, which are given in order and do not overlap."""
+def _is_inside(extent: Extent, runs: Sequence[Run]) -> bool:
+    """Return whether one of the sorted, disjoint runs contains the extent."""
     before = bisect_right(runs, extent.offset, key=lambda run: run[0])
     return before > 0 and extent.end <= runs[before - 1][1]
 
 
 def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
-    """Merge runs that overlap; those that only touch stay apart, unless asked for too."""
+    """Merge runs that overlap, and with `touching` also runs that touch."""
     merged: list[Run] = []
     for start, end in sorted(runs):
         if merged and start < merged[-1][1] + touching:
@@ -250,47 +215,26 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
     return merged
 
 
-def _runs(extent: Extent, patience: Patience) -> list[Run]:
-    """List an extent's runs.
-
-    Raises:
-        TooIntricate: there are more than patience is left for.
-    """
-    patience.spend(prod(count for count, _ in extent.repeats))
-    starts = [extent.offset]
-    for count, step in extent.repeats:
-        starts = [start + index * step for start in starts for index in range(count)]
-    return [(start, start + extent.run_bytes) for start in starts]
+def _list_runs(offset: int, run_bytes: int, repeats: Iterable[tuple[int, int]], budget: Budget) -> list[Run]:
+    """List the runs that start with the one at `offset`, for repeats in any pattern, narrowest first."""
+    runs: list[Run] = [(offset, offset + run_bytes)]
+    for count, step in repeats:
+        budget.spend(len(runs) * count)
+        shifted = [(start + i * step, end + i * step) for i in range(count) for start, end in runs]
+        runs = _merge_runs(shifted, touching=True)
+    return runs
 
 
-def _interlocked(spec: TensorSpec, patience: Patience) -> list[Extent]:
-    """List the runs of a tensor whose strides do not nest, and find the regular patterns in them."""
-    runs: list[Run] = [(spec.offset, spec.offset + spec.itemsize)]
-    for step, count in levels(spec.shape, spec.stride, spec.itemsize):
-        patience.spend(len(runs) * count)
-        runs = _merge_runs(
-            [(a + i * step, b + i * step) for i in range(count) for a, b in runs], touching=True
-        )
-    return _regular(spec.storage, runs)
-
-
-def _regular(storage: int, runs: Sequence[Run]) -> list[Extent]:
-    """Describe runs, given in order, as few patterns: equal runs at equal distances are one extent."""
+def _find_extents(storage: int, runs: Sequence[Run]) -> list[Extent]:
+    """Describe sorted runs as extents: consecutive runs of equal size and distance become one."""
     found: list[Extent] = []
     index = 0
     while index < len(runs):
         start, end = runs[index]
-        size = end - start
-        last = index
-        if index + 1 < len(runs):
-            step = runs[index + 1][0] - start
-            while (
-                last + 1 < len(runs)
-                and runs[last + 1][0] - runs[last][0] == step
-                and runs[last + 1][1] - runs[last + 1][0] == size
-            ):
-                last += 1
-        count = last - index + 1
-        found.append(Extent(storage, start, size, ((count, step),) if count > 1 else ()))
-        index = last + 1
+        step = runs[index + 1][0] - start if index + 1 < len(runs) else 0
+        count = 1
+        while index + count < len(runs) and runs[index + count] == (start + count * step, end + count * step):
+            count += 1
+        found.append(Extent(storage, start, end - start, ((count, step),) if count > 1 else ()))
+        index += count
     return found

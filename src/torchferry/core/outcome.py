@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from torchferry.core.extents import Extent
-from torchferry.core.extents import TooIntricate as TooIrregular
-from torchferry.core.landing import users_of
+from torchferry.core.extents import Extent, TooIrregular
 from torchferry.core.manifest import Manifest
+from torchferry.core.placement import tensors_by_extent
 from torchferry.core.plan import Plan
 from torchferry.core.tree import Path, format_path, occurrences
 
@@ -85,7 +84,7 @@ def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[i
     are, but never fewer.
     """
     try:
-        return users_of(extents, manifest)
+        return tensors_by_extent(extents, manifest)
     except TooIrregular:
         by_storage: defaultdict[int, list[int]] = defaultdict(list)
         for number, spec in enumerate(manifest.tensors):

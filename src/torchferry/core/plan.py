@@ -1,14 +1,7 @@
-"""The ordered messages of a transfer, derived from the manifest by one pure function.
-
-Source and target call `make_plan` with the same manifest and the same two sizes, and get the same messages in
-the same order; so nothing about the plan is sent but those two numbers.
-"""
+"""The messages of a transfer, in order. Both sides compute the same plan from the manifest and two sizes."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -17,62 +10,45 @@ from torchferry.core.extents import Extent, extents_of, split
 from torchferry.core.manifest import Manifest
 from torchferry.core.push import DigestBlock
 
-MAX_MESSAGES = 1 << 18
-"""The most messages of a plan: 2 TiB in chunks. Listing more would take a hostile manifest's word for it."""
-
 CHUNK_BYTES = 8 << 20
-"""Larger extents are cut into chunks of this size. Of 0.5 to 64 MiB, those from 4 MiB on are the fastest
-through gloo, hashed or not: smaller ones cost more calls. A chunk is what staging has to hold, so it bounds
-memory too, and it is what damage is told by."""
-
+"""Larger extents are split. Below 4 MiB, chunks are slower through gloo; larger ones need more memory."""
 RELAY_CHUNK_BYTES = 1 << 20
-"""The same where receivers forward: the last of six has its first byte five chunks after the first has. Half
-of it was measured, and is slower: seven processes on two cores have enough to do with these."""
-
+"""The same if receivers forward chunks, which delays the last one by a chunk per receiver."""
 MAX_CHUNK_BYTES = 1 << 30
-"""The largest chunk that a peer may ask for: staging has to hold one."""
+"""The largest chunk that a peer may ask for: staging memory holds whole chunks."""
 
 WINDOW_BYTES = 32 << 20
-"""How much may be staged at once: enough to keep the link busy while the oldest is waited for."""
-
+"""The most bytes staged at once: enough to keep the link busy while the oldest message completes."""
 IN_PLACE_WINDOW_BYTES = 1 << 30
-"""How much may be under way at once from and to where it belongs, which takes no memory: the more the link
-knows of beforehand, the less it waits."""
+"""The most bytes in flight that need no staging memory. A link that knows of more messages waits less."""
 
 PACK_BYTES = 128 << 10
-"""Smaller extents are packed: a message of its own costs more than copying so much, twice."""
-
+"""Smaller extents are packed: copying so few bytes twice costs less than a message."""
 PACK_FROM = 64
-"""So many small extents make packing worth while. Fewer are a message each, as the contract counts them."""
-
+"""The fewest small extents that are packed. PGTransport's contract counts the messages of smaller states."""
 PACKED_BYTES = 1 << 20
-"""Packed messages are up to this long: they are filled and emptied in the cache of one core."""
-
+"""The size of a packed message: it fits into the cache of one core."""
 
 SAMPLE_BYTES = 4 << 10
-"""What is read again at each end of a message, to find out whether it was changed: next to nothing."""
+"""The bytes at each end of a message that are read again to detect changes."""
 
-SEAL_MESSAGES = 64
-"""Messages between seals: half a gigabyte in chunks. Often enough to find damage early, and seldom enough: a
-seal has to wait for gloo, which holds a lock while it copies, and all that time nothing is hashed."""
+BLOCK_MESSAGES = 64
+"""The messages per digest block: 512 MiB in chunks. More blocks find damage earlier, but delay hashing."""
+BLOCK_CHUNKS = 1 << 14
+"""The chunks per digest block, which limits the size of the blocks of packed messages."""
+BLOCK_LAG = 8
+"""The messages sent between a digest block and its last message, while the sender hashes that message."""
 
-SEAL_CHUNKS = 1 << 14
-"""The same in chunks, of which packed messages have many: a seal has eight bytes for each."""
-
-SEAL_LAG = 8
-"""A seal comes so many messages later: it can't be made before its messages were sent and then hashed, and
-the link must have something to do meanwhile."""
+MAX_MESSAGES = 1 << 18
+"""The most messages of a plan: 2 TiB in chunks. A hostile manifest could ask for any number."""
 
 
 class TooManyMessages(ValueError):
-    """A state that needs more messages than may be listed."""
+    """The state needs more than MAX_MESSAGES messages."""
 
 
 class Chunk(Struct, frozen=True, gc=False):
-    """A piece of one extent that moves and is verified as one.
-
-    `position` is where the piece starts in the extent's bytes, gaps not counted.
-    """
+    """A piece of an extent that is moved and verified as one, at `position` of the extent's bytes."""
 
     extent: int
     piece: Extent
@@ -81,7 +57,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
 
 class Message(Struct, frozen=True, gc=False):
-    """What the link carries at once: the chunks from `first` to `end`, one after the other."""
+    """The chunks from `first` to `end`, sent as one message."""
 
     number: int
     first: int
@@ -90,7 +66,7 @@ class Message(Struct, frozen=True, gc=False):
 
 
 class Plan(NamedTuple):
-    """All messages of a transfer, in the order in which both ends take them."""
+    """The messages of a transfer, in the order in which they are sent."""
 
     extents: tuple[Extent, ...]
     chunks: tuple[Chunk, ...]
@@ -99,37 +75,31 @@ class Plan(NamedTuple):
     chunk_bytes: int
     pack_bytes: int
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """What the plan depends on beside the manifest."""
-        return self.chunk_bytes, self.pack_bytes
-
-    def unpacked_storages(self) -> set[int]:
-        """Give the storages of messages that carry one chunk, and may go straight where it belongs."""
-        alone = [message.first for message in self.messages if message.end - message.first == 1]
-        return {self.chunks[number].piece.storage for number in alone}
-
     def chunks_of(self, message: Message) -> tuple[Chunk, ...]:
-        """Give the chunks that a message carries."""
+        """Return the chunks of a message."""
         return self.chunks[message.first : message.end]
 
-    def sequence(self, *, sealed: bool) -> list[Message | DigestBlock]:
-        """List what follows the frame on the link, in order: messages, and their seals if they have any."""
-        if not sealed:
+    def unpacked_storages(self) -> set[int]:
+        """Return the storages of chunks that are a message of their own, and need no staging memory."""
+        unpacked = [message for message in self.messages if message.end - message.first == 1]
+        return {self.chunks[message.first].piece.storage for message in unpacked}
+
+    def sequence(self, *, digest_blocks: bool) -> list[Message | DigestBlock]:
+        """Return the messages in order, and if asked for, the digest blocks, each BLOCK_LAG messages later."""
+        if not digest_blocks:
             return list(self.messages)
-        found: list[Message | DigestBlock] = []
-        due: deque[tuple[int, DigestBlock]] = deque()
-        sealed_messages = sealed_chunks = 0
+        sequence: list[Message | DigestBlock] = []
+        blocks: dict[int, DigestBlock] = {}  # by the number of the message that each follows
+        first_message = first_chunk = 0
         for message in self.messages:
-            found.append(message)
-            if due and due[0][0] == message.number:
-                found.append(due.popleft()[1])
-            sent, last = message.number + 1, message.number + 1 == len(self.messages)
-            is_full = sent - sealed_messages == SEAL_MESSAGES or message.end - sealed_chunks >= SEAL_CHUNKS
-            if last or is_full:
-                due.append((message.number + SEAL_LAG, DigestBlock(sealed_chunks, message.end, last)))
-                sealed_messages, sealed_chunks = sent, message.end
-        return [*found, *(seal for _, seal in due)]
+            sequence.append(message)
+            if message.number in blocks:
+                sequence.append(blocks.pop(message.number))
+            end, is_last = message.number + 1, message is self.messages[-1]
+            if is_last or end - first_message == BLOCK_MESSAGES or message.end - first_chunk >= BLOCK_CHUNKS:
+                blocks[message.number + BLOCK_LAG] = DigestBlock(first_chunk, message.end, is_last)
+                first_message, first_chunk = end, message.end
+        return [*sequence, *blocks.values()]
 
 
 def make_plan(
@@ -138,29 +108,40 @@ def make_plan(
     pack_bytes: int | None = None,
     pack_from: int = PACK_FROM,
 ) -> Plan:
-    """Plan the transfer of a state: small extents packed, others a message each, or several if large.
+    """Plan the transfer of a state: extents below `pack_bytes` are packed, those above a chunk are split.
 
-    `pack_bytes` says below which size extents are packed, 0 for none. A receiver is told; a sender leaves it
-    open, and packs if there are `pack_from` of them; the plan says what was decided.
+    Without `pack_bytes`, the sender packs if there are `pack_from` small extents. The receiver passes the
+    sender's `Plan.pack_bytes`.
 
     Raises:
-        TooIntricate: views overlap in a pattern too irregular to list.
-        TooManyMessages: more than MAX_MESSAGES.
+        TooIrregular: views overlap in a pattern too irregular to list.
+        TooManyMessages: it needs more than MAX_MESSAGES.
     """
     extents = extents_of(manifest.tensors)
-    sizes = [extent.nbytes if extent.repeats else extent.run_bytes for extent in extents]
+    sizes = [extent.nbytes for extent in extents]
     if pack_bytes is None:
         pack_bytes = min(PACK_BYTES, chunk_bytes)
         if sum(size < pack_bytes for size in sizes) < pack_from:
             pack_bytes = 0
-    plan = _Listing(extents, sizes, chunk_bytes, pack_bytes)
-    plan.list_packed()
-    plan.list_others()
-    return Plan(tuple(extents), tuple(plan.chunks), tuple(plan.messages), sum(sizes), chunk_bytes, pack_bytes)
+    small = [number for number, size in enumerate(sizes) if size < pack_bytes]
+    large = [number for number, size in enumerate(sizes) if size >= pack_bytes]
+    chunks = [Chunk(number, extents[number], 0, sizes[number]) for number in small]
+    messages = _pack(chunks, max(min(PACKED_BYTES, chunk_bytes), pack_bytes))
+    # A lower bound of the count, which refuses a hostile manifest before its chunks are listed.
+    _check_count(len(messages) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)
+    for number in large:
+        position = 0
+        for piece in split(extents[number], chunk_bytes):
+            nbytes = piece.nbytes
+            messages.append(Message(len(messages), len(chunks), len(chunks) + 1, nbytes))
+            chunks.append(Chunk(number, piece, position, nbytes))
+            position += nbytes
+            _check_count(len(messages), chunk_bytes)
+    return Plan(tuple(extents), tuple(chunks), tuple(messages), sum(sizes), chunk_bytes, pack_bytes)
 
 
 def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
-    """Give the first few bytes of one piece, and the last few of another.
+    """Return the first bytes of one piece and the last bytes of another.
 
     >>> [(sample.offset, sample.run_bytes) for sample in samples_of(Extent(0, 0, 8), Extent(0, 8, 10_000))]
     [(0, 8), (5912, 4096)]
@@ -169,58 +150,20 @@ def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
     return Extent(first.storage, first.offset, head), Extent(last.storage, last.end - tail, tail)
 
 
-class _Listing:
-    """The chunks and messages of a plan, while they are being listed."""
+def _pack(chunks: list[Chunk], max_bytes: int) -> list[Message]:
+    """Pack consecutive chunks into messages of at most `max_bytes`."""
+    messages: list[Message] = []
+    first = nbytes = 0
+    for number, chunk in enumerate(chunks):
+        if nbytes + chunk.nbytes > max_bytes:
+            messages.append(Message(len(messages), first, number, nbytes))
+            first, nbytes = number, 0
+        nbytes += chunk.nbytes
+    if nbytes:
+        messages.append(Message(len(messages), first, len(chunks), nbytes))
+    return messages
 
-    def __init__(
-        self, extents: Sequence[Extent], sizes: Sequence[int], chunk_bytes: int, pack_bytes: int
-    ) -> None:
-        self.chunks: list[Chunk] = []
-        self.messages: list[Message] = []
-        self._extents = extents
-        self._sizes = sizes
-        self._chunk_bytes = chunk_bytes
-        self._pack_bytes = pack_bytes
 
-    def list_packed(self) -> None:
-        """List what is packed, as long as possible."""
-        most_bytes = max(min(PACKED_BYTES, self._chunk_bytes), self._pack_bytes)
-        numbers = [number for number, size in enumerate(self._sizes) if size < self._pack_bytes]
-        extents, sizes = self._extents, self._sizes
-        if len(numbers) < len(sizes):
-            extents, sizes = [extents[number] for number in numbers], [sizes[number] for number in numbers]
-        self.chunks += map(Chunk, numbers, extents, repeat(0), sizes)
-        nbytes = 0
-        for place, size in enumerate(sizes):
-            if nbytes + size > most_bytes:
-                self._end_message(place, nbytes)
-                nbytes = 0
-            nbytes += size
-        if nbytes:
-            self._end_message(len(sizes), nbytes)
-
-    def list_others(self) -> None:
-        """List the rest, a chunk a message."""
-        # At least so many: known at once, where listing what a hostile manifest asks for takes seconds.
-        others = sum(-(-size // self._chunk_bytes) for size in self._sizes if size >= self._pack_bytes)
-        self._check_count(len(self.messages) + others)
-        for number, size in enumerate(self._sizes):
-            if size < self._pack_bytes:
-                continue
-            position = 0
-            for piece in split(self._extents[number], self._chunk_bytes):
-                nbytes = piece.nbytes
-                self.chunks.append(Chunk(number, piece, position, nbytes))
-                self._end_message(len(self.chunks), nbytes)
-                position += nbytes
-
-    def _end_message(self, end: int, nbytes: int) -> None:
-        self._check_count(len(self.messages) + 1)
-        first = self.messages[-1].end if self.messages else 0
-        self.messages.append(Message(len(self.messages), first, end, nbytes))
-
-    def _check_count(self, messages: int) -> None:
-        if messages > MAX_MESSAGES:
-            raise TooManyMessages(
-                f"a state that needs more than {MAX_MESSAGES} messages of {self._chunk_bytes} bytes"
-            )
+def _check_count(messages: int, chunk_bytes: int) -> None:
+    if messages > MAX_MESSAGES:
+        raise TooManyMessages(f"the state needs more than {MAX_MESSAGES} messages of {chunk_bytes} bytes")

@@ -1,121 +1,101 @@
-"""Where each leaf stands: walking a manifest's tree without recursion.
+"""Walks a manifest's tree, without recursion.
 
-A path is the tuple of keys from the root. Two paths are the same place only if their keys are equal, so
-`{"a.b": x}` and `{"a": {"b": x}}` differ, although both are shown as `a.b`.
+A path is the tuple of keys from the root. Paths are equal only if their keys are equal: `{"a.b": x}` and
+`{"a": {"b": x}}` have different paths, although both are shown as `a.b`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.msgpack import Decoder
-from msgspec.structs import replace
 
 from torchferry.core.manifest import Branch, Manifest, Special, Value
-from torchferry.core.showing import MOST_CHARACTERS, show
+from torchferry.core.text import MAX_CHARACTERS, show
 
 MAX_DEPTH = 256
-"""Deeper trees are refused: no state dict comes near, and a cycle would never end."""
+"""Deeper than any state dict. Without a limit, a cycle would never end."""
 
 MAX_PATH_BYTES = 1 << 29
-"""What the paths of all places of a tree may take together. One leaf may stand in many places, so that a
-tree's paths can be a thousand times as long as its frame."""
+"""All paths of a tree together. Leaves can recur, so paths can be a thousand times as long as the frame."""
 
 Path = tuple[Value, ...]
 
 
 class Occurrence(NamedTuple):
-    """A place in the tree and the leaf that stands there; one leaf may stand in several places."""
+    """A path and the leaf at that path. One leaf can occur at several paths."""
 
     path: Path
     leaf: int
 
 
 def occurrences(manifest: Manifest) -> list[Occurrence]:
-    """List every place of the tree in order, with its leaf."""
-    return [Occurrence(path, child) for path, child in _places(manifest) if child >= 0]
+    """List every path with its leaf, in order."""
+    return [Occurrence(path, child) for path, child in _walk(manifest) if child >= 0]
 
 
-def _places(manifest: Manifest) -> Iterator[tuple[Path, int]]:
-    """Go through the tree in order, and give what stands where: the leaf c, or for c < 0 the branch ~c."""
-    # A stack of (path, child); children are pushed in reverse so that they come off in order.
+def path_of(manifest: Manifest, child: int) -> Path:
+    """Return the first path of leaf `child`, or of branch ~child if it is negative."""
+    return next(path for path, found in _walk(manifest) if found == child)
+
+
+def _walk(manifest: Manifest) -> Iterator[tuple[Path, int]]:
+    """Yield every path with its child (see Branch), parents first."""
     stack: list[tuple[Path, int]] = [((), manifest.root)]
     while stack:
         path, child = stack.pop()
         yield path, child
-        if child >= 0:
-            continue
-        branch = manifest.branches[~child]
-        keys = keys_of(branch)
-        stack.extend(
-            ((*path, key), grandchild)
-            for key, grandchild in zip(reversed(keys), reversed(branch.children), strict=True)
-        )
+        if child < 0:
+            # The last item is popped first.
+            stack += [((*path, key), inner) for key, inner in reversed(_items(manifest.branches[~child]))]
 
 
-def path_bytes(branch: Branch) -> Sequence[int]:
-    """Return how many bytes each child's key adds to its path."""
+def _items(branch: Branch) -> list[tuple[Value, int]]:
+    """Return the children of a branch with their keys; without keys, with their positions."""
+    keys = range(len(branch.children)) if branch.keys is None else branch.keys
+    return list(zip(keys, branch.children, strict=True))
+
+
+def path_bytes(branch: Branch) -> list[int]:
+    """Return how many bytes the key of each child adds to a path."""
     if branch.keys is None:
-        return (8,) * len(branch.children)
-    if set(map(type, branch.keys)) <= _TEXTS:
-        return list(map(len, branch.keys))  # type: ignore[arg-type]
+        return [8] * len(branch.children)
     return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
 
 
-_TEXTS = frozenset({str})
+Build = Callable[[int, list[object]], object]
+"""Builds the container of a branch, given its number and the built children."""
 
 
-def keys_of(branch: Branch) -> Sequence[Value]:
-    """Give the keys of a branch's children: its own, or their positions."""
-    return range(len(branch.children)) if branch.keys is None else branch.keys
-
-
-def rebuild(
-    manifest: Manifest,
-    values: Sequence[object],
-    build: Callable[[int, list[object]], object],
-) -> object:
-    """Put `values`, one for each leaf, back into the tree. `build` makes one container out of its children.
-
-    Parents come before their children, so the containers are built from the last to the first.
-    """
+def rebuild(manifest: Manifest, values: Sequence[object], build: Build) -> object:
+    """Build the tree with `values`, one for each leaf."""
+    # Parents come before their children, so the containers are built from the last to the first.
     built: list[object] = [None] * len(manifest.branches)
-    for index in range(len(manifest.branches) - 1, -1, -1):
-        children = manifest.branches[index].children
-        built[index] = build(index, [values[c] if c >= 0 else built[~c] for c in children])
+    for number in reversed(range(len(built))):
+        children = manifest.branches[number].children
+        built[number] = build(number, [values[c] if c >= 0 else built[~c] for c in children])
     return values[manifest.root] if manifest.root >= 0 else built[~manifest.root]
 
 
-def rebuild_places(
-    manifest: Manifest,
-    values: Iterable[object],
-    build: Callable[[int, list[object]], object],
-) -> object:
-    """The same with one value for each occurrence, in order, for one leaf may be several things here.
-
-    The first pass walks down and hands out the values, the second builds the containers, innermost first.
-    """
-    following = iter(values)
-    top: list[object] = [None]
-    opened: list[tuple[int, list[object], list[object], int]] = []
-    stack: list[tuple[list[object], int, int]] = [(top, 0, manifest.root)]
+def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -> object:
+    """Build the tree with `values`, one for each occurrence, in order."""
+    # Number the leaves again, so that each occurrence has a leaf of its own.
+    children_of = [list(branch.children) for branch in manifest.branches]
+    root = [manifest.root]
+    numbers = count()
+    stack = [(root, 0)]
     while stack:
-        siblings, place, child = stack.pop()
-        if child >= 0:
-            siblings[place] = next(following)
-            continue
-        branch = manifest.branches[~child]
-        children: list[object] = [None] * len(branch.children)
-        opened.append((~child, children, siblings, place))
-        stack.extend(
-            (children, index, branch.children[index]) for index in range(len(branch.children) - 1, -1, -1)
-        )
-    for index, children, siblings, place in reversed(opened):
-        siblings[place] = build(index, children)
-    return top[0]
+        siblings, index = stack.pop()
+        if siblings[index] >= 0:
+            siblings[index] = next(numbers)
+        else:
+            children = children_of[~siblings[index]]
+            stack += [(children, inner) for inner in reversed(range(len(children)))]
+    branches = tuple(Branch("list", tuple(children)) for children in children_of)
+    return rebuild(Manifest(root[0], branches, (), (), ()), list(values), build)
 
 
 def merge(local: Manifest, incoming: Manifest) -> Manifest:
@@ -123,43 +103,34 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
 
     Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
     """
+    # The n-th pair of a local and an incoming child, of which one may be None, becomes branch n.
+    pairs: list[tuple[int | None, int | None]] = []
+
+    def add(ours: int | None, theirs: int | None) -> int:
+        if ours is not None and ours >= 0:
+            return ours
+        if theirs is not None and theirs >= 0:
+            return 0
+        pairs.append((ours, theirs))
+        return ~(len(pairs) - 1)
+
+    root = add(local.root, incoming.root)
     branches: list[Branch] = []
-    waiting: deque[tuple[int | None, int | None]] = deque()
-
-    def enter(ours: int | None, theirs: int | None) -> int:
-        # A leaf replaces a container of the other side, which must be empty: both can't be in one tree.
-        if (ours is not None and ours >= 0) or (theirs is not None and theirs >= 0):
-            return ours if ours is not None and ours >= 0 else 0
-        waiting.append((ours, theirs))
-        return ~(len(branches) + len(waiting) - 1)
-
-    root = enter(local.root, incoming.root)
-    while waiting:
-        ours, theirs = waiting[0]
+    for ours, theirs in pairs:
         a = None if ours is None else local.branches[~ours]
         b = None if theirs is None else incoming.branches[~theirs]
-        kind = a or b
-        assert kind is not None, "only containers are queued"
-        children: dict[Value, tuple[int | None, int | None]] = {}
-        for key, child in zip(keys_of(a), a.children, strict=True) if a else ():
-            children[key] = (child, None)
-        for key, child in zip(keys_of(b), b.children, strict=True) if b else ():
-            children[key] = (children.get(key, (None, None))[0], child)
-        if kind.keys is None and list(children) != list(range(len(children))) and b is not None:
-            # A list can't have these keys, so the container of the other side is used.
-            kind = b
-        keys = None if kind.keys is None else tuple(children)
-        # The containers in the queue are numbered already; the children of this one follow them.
-        waiting.popleft()
-        branches.append(Branch(kind.kind, (), keys, kind.extra))
-        entered = tuple(enter(*pair) for pair in children.values())
-        branches[-1] = replace(branches[-1], children=entered)
+        our_children, their_children = dict(_items(a)) if a else {}, dict(_items(b)) if b else {}
+        keys = tuple(our_children | their_children)
+        children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
+        container = a or b
+        assert container is not None, "only containers are added"
+        if container.keys is None and keys != tuple(range(len(keys))) and b is not None:
+            # A list cannot have these keys, so use the incoming container.
+            container = b
+        branches.append(
+            Branch(container.kind, children, None if container.keys is None else keys, container.extra)
+        )
     return Manifest(root, tuple(branches), local.leaves, (), ())
-
-
-def path_of(manifest: Manifest, child: int) -> Path:
-    """Give the first place where the leaf `child` stands, or for a negative one the branch ~child."""
-    return next(path for path, found in _places(manifest) if found == child)
 
 
 def format_path(path: Sequence[Any]) -> str:
@@ -180,42 +151,30 @@ def format_path(path: Sequence[Any]) -> str:
 
 
 def _format_key(key: object) -> str:
-    if isinstance(key, Special):
-        return f"[{_show_packed(key)}]"
-    if isinstance(key, str) and _is_bare(key):
+    if isinstance(key, str) and _is_unambiguous(key):
         return f".{key}"
-    return f"[{show(key)}]"
+    return f"[{_show_special(key) if isinstance(key, Special) else show(key)}]"
 
 
-_IN_BRACKETS = frozenset("[]'\"")
-
-
-def _is_bare(key: str) -> bool:
-    """Return whether a string key can be shown without quotes: short, printable and not ambiguous."""
-    if not key or len(key) > MOST_CHARACTERS or not key.isprintable() or not _IN_BRACKETS.isdisjoint(key):
+def _is_unambiguous(key: str) -> bool:
+    if not key or len(key) > MAX_CHARACTERS or not key.isprintable() or not set("[]'\"").isdisjoint(key):
         return False
-    return not _is_number(key)
+    try:
+        float(key)
+    except ValueError:
+        return True
+    return False
 
 
-_TUPLE = 16
+_TUPLE_CODE = 16
+_tuple_decoder = Decoder(tuple[bool | int | float | str | None, ...])
 
 
-def _show_packed(key: Special) -> str:
-    """Show a key that is no msgpack scalar: a tuple as it is, another by its code and bytes."""
-    if key.code == _TUPLE and len(key.data) <= MOST_CHARACTERS:
+def _show_special(key: Special) -> str:
+    """Show a tuple of scalars as it is, and any other key as its code and data."""
+    if key.code == _TUPLE_CODE and len(key.data) <= MAX_CHARACTERS:
         try:
-            return show(_numbers_and_texts.decode(key.data))
+            return show(_tuple_decoder.decode(key.data))
         except (msgspec.DecodeError, RecursionError):
             pass
-    return f"<{key.code}:{key.data[:MOST_CHARACTERS].hex()}>"
-
-
-_numbers_and_texts = Decoder(tuple[bool | int | float | str | None, ...])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return f"<{key.code}:{key.data[:MAX_CHARACTERS].hex()}>"

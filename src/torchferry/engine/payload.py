@@ -53,7 +53,7 @@ class Payload:
             LinkError: the link failed.
             StateError: the local state could not be written.
         """
-        for item in self.plan.sequence(sealed=self.frame.digest_blocks):
+        for item in self.plan.sequence(digest_blocks=self.frame.digest_blocks):
             yield from self._post(item)
         while self.window:
             self._arrived((yield from self.window.pop()))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra, compare, tensor_pairs
-from torchferry.core.landing import LAND_ALIKE as SAME_LAYOUT
-from torchferry.core.landing import land_in_place as place_in_local_state
+from torchferry.core.placement import SAME_LAYOUT, place_in_local_state
 from torchferry.core.plan import Plan
 from torchferry.core.tree import format_path
 from torchferry.engine.sink import Sink
@@ -108,13 +107,13 @@ def target_in_place(
         raise StateMismatch(mismatches, hints=[*comparison.hints, *_shard_hints(mismatches)])
     if extra == "drop":
         # Dropped leaves may have types that this process does not know.
-        paired_leaves = None if comparison.twins else {pair.incoming for pair in comparison.pairs}
+        paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, context, only=paired_leaves)
     tree = ResultTree(manifest, [])
     placements = SAME_LAYOUT
     written: Collection[int] = range(len(local.tensors))
     fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
-    if not comparison.twins:
+    if not comparison.identical:
         tree = choose_result_tree(prepared, local.manifest, strict=strict, extra=extra)
         pairs = tensor_pairs(manifest, local.manifest, comparison.pairs)
         placements = place_in_local_state(plan.extents, manifest, local.manifest, pairs, fresh_tensors)
@@ -125,7 +124,7 @@ def target_in_place(
         placements,
         local=local,
         written=written,
-        paired=None if comparison.twins else {pair.path for pair in comparison.pairs},
+        paired=None if comparison.identical else {pair.path for pair in comparison.pairs},
     )
     # Before anything is written, so that a lack of memory leaves the local state unchanged.
     sink.allocate({manifest.tensors[number].storage for number in fresh_tensors})

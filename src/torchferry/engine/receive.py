@@ -17,7 +17,7 @@ import torch
 
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
-from torchferry.core.extents import TooIntricate as TooIrregular
+from torchferry.core.extents import TooIrregular
 from torchferry.core.outcome import paths_of
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.push import (
@@ -330,7 +330,7 @@ class _Receive:
     def _forwarding(
         self, frame: Frame, plan: Plan, receiver: int, window_bytes: int
     ) -> tuple[Relay, Lane[None]]:
-        sizes = [item.nbytes for item in plan.sequence(sealed=frame.digest_blocks)]
+        sizes = [item.nbytes for item in plan.sequence(digest_blocks=frame.digest_blocks)]
         progress = Progress(receiver, plan.payload_bytes)
         relay = Relay(self._link.channel(receiver, frame.transfer), sizes, progress, window_bytes)
         lane = Lane(progress, Cancellation(), relay.steps(), lambda _: relay.stop(self._options.rank or 0))

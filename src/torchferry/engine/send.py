@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
-from torchferry.core.extents import TooIntricate as TooIrregular
+from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import (
     CHUNK_BYTES,
     IN_PLACE_WINDOW_BYTES,
@@ -356,7 +356,7 @@ class _Outgoing:
 
     def _send_payload(self, channel: Channel) -> Steps[None]:
         source, window = self.source, self.window
-        sequence = source.plan.sequence(sealed=self.frame.digest_blocks)
+        sequence = source.plan.sequence(digest_blocks=self.frame.digest_blocks)
         for position, item in enumerate(sequence):
             in_place = isinstance(item, Message) and not source.must_stage(item)
             while window and not self._may_send(item, in_place=in_place):

@@ -11,12 +11,9 @@ from itertools import groupby
 import torch
 
 from torchferry.core.compare import TensorPair
-from torchferry.core.landing import LAND_ALIKE as SAME_LAYOUT
-from torchferry.core.landing import Direct
-from torchferry.core.landing import Landing as Placement
-from torchferry.core.landing import Landings as Placements
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome
+from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements
 from torchferry.core.plan import Chunk, Message, Plan
 from torchferry.core.tree import Path
 from torchferry.engine.digest import digests
@@ -142,10 +139,10 @@ class Sink:
         if opened is not None:
             placement = self._placements.of(chunks[0])
             others = tuple(place for place in placement.direct if place != opened)
-            self._write_one(chunks[0], Placement(others, placement.spread), buffer, before_write)
-        elif not self._placements.alike:
+            self._write_one(chunks[0], Placement(others, placement.itemwise), buffer, before_write)
+        elif not self._placements.same_layout:
             placements = [self._placements.of(chunk) for chunk in chunks]
-            if any(placement.direct or placement.spread for placement in placements):
+            if any(placement.direct or placement.itemwise for placement in placements):
                 self.mark_written(message)
                 self._write_placed(chunks, placements, buffer, before_write)
         elif self._fresh is not None:
@@ -196,7 +193,7 @@ class Sink:
         for place in placement.direct:
             before_write()
             store(self._memory(place), chunk.piece, buffer)
-        for items in placement.spread:
+        for items in placement.itemwise:
             before_write()
             assert self._local is not None, "only local tensors are written item by item"
             write_items(
@@ -249,12 +246,12 @@ class Sink:
 
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
-        unfinished = {pair.incoming for pair in self._placements.whole}
+        unfinished = {pair.incoming for pair in self._placements.via_scratch}
         return outcome(self._manifest, self._plan, self._states, unfinished=unfinished, paired=self._paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
-        pairs: Sequence[TensorPair] = self._placements.whole
+        pairs: Sequence[TensorPair] = self._placements.via_scratch
         for pair in pairs:
             assert self._local is not None, "only local tensors are copied to"
             theirs = self._manifest.tensors[pair.incoming]
@@ -300,4 +297,4 @@ class Sink:
 
 def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:
     _, placement = pair
-    return len(placement.direct) == 1 and not placement.spread
+    return len(placement.direct) == 1 and not placement.itemwise

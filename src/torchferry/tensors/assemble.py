@@ -12,7 +12,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from torchferry.core.compare import Comparison, Extra
 from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
-from torchferry.core.showing import MOST_CHARACTERS
+from torchferry.core.text import MAX_CHARACTERS
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
 from torchferry.tensors.branches import Container
@@ -154,7 +154,7 @@ def _made(what: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     except FerryError:
         raise
     except Exception as error:
-        said = str(error)[:MOST_CHARACTERS]
+        said = str(error)[:MAX_CHARACTERS]
         raise BadManifest(f"a {what} that can't be put together: {said}") from None
 
 
@@ -242,7 +242,7 @@ def assemble_in_place(
     Raises:
         PeerError: what was written can't be what it is said to be; names its path.
     """
-    if comparison.twins:
+    if comparison.identical:
         values = list(target.values)
         for number, leaf in enumerate(prepared.manifest.leaves):
             # A plain tensor is the local one, and has nothing to be finished.

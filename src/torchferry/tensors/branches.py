@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torchferry.core.manifest import Branch, Value
-from torchferry.core.showing import MOST_CHARACTERS, show, show_name
+from torchferry.core.text import MAX_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.values import can_travel, distinct, from_wire, set_attributes, to_wire
@@ -103,7 +103,7 @@ class Container:
             raise self._blamed(error) from None
 
     def _blamed(self, error: Exception) -> BadManifest:
-        said = str(error)[:MOST_CHARACTERS]
+        said = str(error)[:MAX_CHARACTERS]
         return BadManifest(f"a {self._kind.name} that can't be put together: {said}")
 
 

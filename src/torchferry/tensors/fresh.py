@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from torchferry.core.extents import Extent
-from torchferry.core.figures import figure
 from torchferry.core.manifest import Manifest, TensorSpec
 from torchferry.core.plan import Chunk
+from torchferry.core.strides import find_pattern
 from torchferry.errors import StateError
 from torchferry.tensors.memory import (
     CPU,
@@ -196,7 +196,7 @@ def _fills(spec: TensorSpec, nbytes: int) -> _Look | None:
 
     Of its own size, and not just seen as often as a peer says: an expanded one would be a claim.
     """
-    seen = figure(spec.shape, spec.stride, spec.itemsize)
+    seen = find_pattern(spec.shape, spec.stride, spec.itemsize)
     # Of whatever is in a bool torch makes 0 or 1 when it copies it; all else it copies as it is.
     if spec.dtype == "bool" or spec.conj or spec.neg or not seen.items:
         return None

@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from msgspec import Struct
 
-from torchferry.core.figures import figure
 from torchferry.core.last import Last
 from torchferry.core.manifest import MAX_DIMS, Leaf
+from torchferry.core.strides import find_pattern
 from torchferry.tensors.memory import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}
@@ -51,7 +51,7 @@ def _look(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Loo
     if dtype not in _NAMES or len(shape) > MAX_DIMS:
         raise OddTensor
     sizes = tuple(shape)
-    span = figure(sizes, stride, dtype.itemsize).span
+    span = find_pattern(sizes, stride, dtype.itemsize).span_bytes
     return Look((_NAMES[dtype], dtype.itemsize, sizes, stride), span)
 
 

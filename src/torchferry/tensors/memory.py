@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import TensorSpec
-from torchferry.core.showing import show
+from torchferry.core.text import show
 from torchferry.errors import BadManifest, StateError
 from torchferry.torch_internals import neg_view
 

@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 
 from torchferry.core.manifest import Count
-from torchferry.core.showing import MOST_CHARACTERS, show
+from torchferry.core.text import MAX_CHARACTERS, show
 from torchferry.errors import UnknownType
 
 MAX_DIMS = 64
@@ -104,7 +104,7 @@ def dtype_from_wire(wire: DtypeForm) -> Any:
     try:
         dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
     except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
-        raise ValueError(f"not a numpy dtype: {str(error)[:MOST_CHARACTERS]}") from None
+        raise ValueError(f"not a numpy dtype: {str(error)[:MAX_CHARACTERS]}") from None
     if not is_bytes(dtype):
         raise ValueError("a numpy dtype that is not plain bytes")
     return dtype

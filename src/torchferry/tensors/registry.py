@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import TypeVar
 
-from torchferry.core.showing import show_name
+from torchferry.core.text import show_name
 from torchferry.errors import BadArgument, UnknownType
 
 T = TypeVar("T", bound=type)

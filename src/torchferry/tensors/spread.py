@@ -1,17 +1,16 @@
 """Chunks of one layout into tensors of another, item by item and without a copy of the whole.
 
-The sender's items come in order of their address there. `boxes` turns a chunk's range of items into a few
-boxes, and each is one strided copy.
+The sender's items come in order of their address there. `split_into_boxes` turns a chunk's range of items
+into a few boxes, and each is one strided copy.
 """
 
 from __future__ import annotations
 
 import torch
 
-from torchferry.core.boxes import boxes, items_below
 from torchferry.core.extents import Extent
-from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import TensorSpec
+from torchferry.core.strides import count_items_below, memory_order, split_into_boxes
 from torchferry.tensors.memory import RAW, Memory, reread, strided
 
 
@@ -30,7 +29,7 @@ def spread(
     `position` is where the chunk starts in the packed bytes of its extent. With `covers`, the tensor is
     all of the extent, so that says which items these are; otherwise their addresses do.
     """
-    dims = nested_dims(incoming)
+    dims = memory_order(incoming)
     assert dims is not None, "a tensor whose items have no order in memory is never spread"
     shape = [incoming.shape[d] for d in dims]
     size = incoming.itemsize
@@ -38,13 +37,13 @@ def spread(
         first, end = position // size, (position + piece.nbytes) // size
     else:
         levels = [(incoming.shape[d], incoming.stride[d] * size) for d in dims]
-        first = items_below(piece.offset - incoming.offset, levels)
-        end = items_below(piece.end - incoming.offset, levels)
+        first = count_items_below(piece.offset - incoming.offset, levels)
+        end = count_items_below(piece.end - incoming.offset, levels)
     # A chunk found by address may begin with other tensors' bytes, somewhere between two items.
     source = _Source(_apart(buffer, local), 0 if covers else piece.offset % size, size)
     target = once(_raw(local)).permute((*dims, *_others(incoming, dims)))
     expand = (..., *[None] * (len(incoming.shape) - len(dims)))
-    for start, lengths in boxes(shape, first, end):
+    for start, lengths in split_into_boxes(shape, first, end):
         into = target
         for dim, (at, length) in enumerate(zip(start, lengths, strict=True)):
             into = into.narrow(dim, at, length)

@@ -17,9 +17,9 @@ import torch
 from msgspec.msgpack import Decoder
 
 from torchferry.core.codec import pack, payload_of, unpack
-from torchferry.core.crowding import are_crowded
+from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import Item, Nested, Special, Value
-from torchferry.core.showing import MOST_CHARACTERS
+from torchferry.core.text import MAX_CHARACTERS
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import numpy_bridge, registry
 
@@ -124,7 +124,7 @@ def from_wire(value: Value | Item) -> object:
         MemoryError,
         struct.error,
     ) as error:
-        said = f"{type(error).__qualname__}: {str(error)[:MOST_CHARACTERS]}"
+        said = f"{type(error).__qualname__}: {str(error)[:MAX_CHARACTERS]}"
         raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {said}") from None
 
 
@@ -139,7 +139,7 @@ def distinct(keys: Iterable[object]) -> Collection[Any]:
         TypeError: one can't be hashed.
     """
     found = list(keys)
-    if are_crowded(found):
+    if is_hash_flood(found):
         raise ValueError("keys that were chosen to collide")
     entered = dict.fromkeys(found)
     if len(entered) != len(found):

@@ -198,7 +198,7 @@ def has_a_set_of_tuples_that_collide() -> bytes:
 
 @attack()
 def has_strides_that_collide() -> bytes:
-    """Tensors of one item, all of other strides and those of one hash: figures are kept in a table."""
+    """Tensors of one item, all of other strides and those of one hash: the cache of patterns is a table."""
     from tests.hostile.attacks.base import spec, tensors
 
     return tensors(*(spec((1, 1), pair, storage=0) for pair in colliding_pairs(50_000)), storages=(4,))

@@ -1,4 +1,4 @@
-"""Comparing: every difference is found before anything is written, and named by its path."""
+"""Comparing: every difference is listed with its path, before anything is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def leaves(**kinds: Leaf) -> Manifest:
     )
 
 
-def look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+def properties_of(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     shapes = ", ".join(str(list(spec.shape)) for spec in specs)
     return {"dtype": ", ".join(spec.dtype for spec in specs), "shape": shapes, "form": str(leaf.fixed)}
 
@@ -46,10 +46,12 @@ def look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
 def compared(
     incoming: Manifest, local: Manifest, *, strict: bool = True, extra: Extra | None = None
 ) -> Comparison:
-    return compare(incoming, local, look, strict=strict, extra=extra or ("error" if strict else "drop"))
+    return compare(
+        incoming, local, properties_of, strict=strict, extra=extra or ("error" if strict else "drop")
+    )
 
 
-def complaints(incoming: Manifest, local: Manifest, *, strict: bool = True) -> dict[str, str]:
+def mismatches(incoming: Manifest, local: Manifest, *, strict: bool = True) -> dict[str, str]:
     return {m.path: m.what for m in compared(incoming, local, strict=strict).mismatches}
 
 
@@ -59,7 +61,7 @@ def test_states_that_fit_have_no_mismatch() -> None:
     assert [(pair.path, pair.incoming, pair.local) for pair in comparison.pairs] == [(("a",), 0, 0)]
 
 
-def test_every_path_at_fault_is_listed_with_both_values() -> None:
+def test_every_mismatch_is_listed_with_both_values() -> None:
     incoming = state(a=tensor((4,)), b=tensor(dtype="int32", storage=1), c=tensor(storage=2))
     local = state(a=tensor((2, 2), (2, 1)), b=tensor(storage=1), d=tensor(storage=2))
     found = {m.path: m for m in compared(incoming, local, strict=True).mismatches}
@@ -69,12 +71,12 @@ def test_every_path_at_fault_is_listed_with_both_values() -> None:
     assert found["c"].local == found["d"].incoming == "nothing"
 
 
-def test_without_strict_only_what_both_have_is_compared() -> None:
-    assert complaints(state(a=tensor(), b=tensor()), state(a=tensor(), c=tensor()), strict=False) == {}
-    assert complaints(state(a=tensor()), state(a=tensor((5,))), strict=False) == {"a": "shape"}
+def test_without_strict_only_common_paths_are_compared() -> None:
+    assert mismatches(state(a=tensor(), b=tensor()), state(a=tensor(), c=tensor()), strict=False) == {}
+    assert mismatches(state(a=tensor()), state(a=tensor((5,))), strict=False) == {"a": "shape"}
 
 
-def test_a_key_that_looks_alike_is_another_path() -> None:
+def test_a_key_with_a_dot_is_another_path_than_two_keys() -> None:
     nested = Manifest(
         -1, (Branch("dict", (-2,), ("a",)), Branch("dict", (0,), ("b",))), (Leaf(VALUE),), (), ()
     )
@@ -83,47 +85,63 @@ def test_a_key_that_looks_alike_is_another_path() -> None:
 
 
 def test_a_value_is_not_a_tensor() -> None:
-    assert complaints(state(a=tensor()), leaves(a=Leaf(VALUE, traits=1))) == {"a": "kind"}
-    assert complaints(leaves(a=Leaf(VALUE)), state(a=tensor())) == {"a": "kind"}
-    assert complaints(leaves(a=Leaf(VALUE)), leaves(a=Leaf(OPAQUE))) == {}
+    assert mismatches(state(a=tensor()), leaves(a=Leaf(VALUE, traits=1))) == {"a": "kind"}
+    assert mismatches(leaves(a=Leaf(VALUE)), state(a=tensor())) == {"a": "kind"}
+    assert mismatches(leaves(a=Leaf(VALUE)), leaves(a=Leaf(OPAQUE))) == {}
 
 
 def test_two_values_cannot_share_one_local_storage() -> None:
     incoming = state(a=tensor(storage=0), b=tensor(storage=1))
-    assert complaints(incoming, state(a=tensor(), b=tensor())).keys() == {"b"}
-    assert complaints(incoming, state(a=tensor(), b=tensor(offset=12))).keys() == {"b"}
-    assert complaints(incoming, state(a=tensor(), b=tensor(offset=16))) == {}
+    assert mismatches(incoming, state(a=tensor(), b=tensor())).keys() == {"b"}
+    assert mismatches(incoming, state(a=tensor(), b=tensor(offset=12))).keys() == {"b"}
+    assert mismatches(incoming, state(a=tensor(), b=tensor(offset=16))) == {}
 
 
 def test_neighbouring_columns_do_not_share_memory() -> None:
     incoming = state(a=tensor(storage=0), b=tensor(storage=1))
-    assert complaints(incoming, state(a=tensor((4,), (2,)), b=tensor((4,), (2,), offset=4))) == {}
+    assert mismatches(incoming, state(a=tensor((4,), (2,)), b=tensor((4,), (2,), offset=4))) == {}
 
 
 @pytest.mark.parametrize("local_stride", [(2, 1), (1, 4)])
-def test_what_is_tied_on_both_sides_fits(local_stride: tuple[int, int]) -> None:
+def test_tensors_tied_on_both_sides_fit(local_stride: tuple[int, int]) -> None:
     turned = (local_stride[1], local_stride[0])
     incoming = state(a=tensor((4, 2), (2, 1)), b=tensor((2, 4), (1, 2)))
     local = state(a=tensor((4, 2), local_stride), b=tensor((2, 4), turned))
-    assert complaints(incoming, local) == {}
+    assert mismatches(incoming, local) == {}
 
 
-def test_what_is_tied_at_the_sender_may_be_apart_here() -> None:
-    assert complaints(state(a=tensor(), b=tensor()), state(a=tensor(), b=tensor(storage=1))) == {}
+def test_tensors_tied_at_the_sender_may_be_separate_here() -> None:
+    assert mismatches(state(a=tensor(), b=tensor()), state(a=tensor(), b=tensor(storage=1))) == {}
 
 
-def test_views_that_overlap_alike_fit_and_others_do_not() -> None:
+def test_views_that_overlap_in_the_same_way_on_both_sides_fit_and_others_do_not() -> None:
     incoming = state(a=tensor(), b=tensor(offset=8))
-    assert complaints(incoming, state(a=tensor(offset=40), b=tensor(offset=48))) == {}
-    assert complaints(incoming, state(a=tensor(), b=tensor(offset=4))).keys() == {"b"}
+    assert mismatches(incoming, state(a=tensor(offset=40), b=tensor(offset=48))) == {}
+    assert mismatches(incoming, state(a=tensor(), b=tensor(offset=4))).keys() == {"b"}
 
 
-def test_a_local_tensor_that_overlaps_itself_takes_only_its_like() -> None:
+def test_overlapping_local_views_of_another_layout_are_refused() -> None:
+    """Both sides have a matrix and its first row, but the local matrix is transposed."""
+    incoming = state(matrix=tensor((4, 2), (2, 1)), row=tensor((2,), (1,)))
+    local = state(matrix=tensor((4, 2), (1, 4)), row=tensor((2,), (4,)))
+    (mismatch,) = compared(incoming, local).mismatches
+    assert mismatch.path == "row"
+    assert "shares local memory with matrix" in mismatch.what
+    assert "clone() one of" in mismatch.what
+
+
+def test_each_path_that_conflicts_is_listed_once() -> None:
+    incoming = state(a=tensor(storage=0), b=tensor(storage=1), c=tensor(storage=2), d=tensor(storage=1))
+    found = compared(incoming, state(a=tensor(), b=tensor(), c=tensor(), d=tensor())).mismatches
+    assert sorted(mismatch.path for mismatch in found) == ["b", "c", "d"]
+
+
+def test_a_local_tensor_that_overlaps_itself_fits_only_the_same_layout() -> None:
     expanded = tensor((4,), (0,))
-    assert complaints(state(a=expanded), state(a=expanded)) == {}
-    assert complaints(state(a=tensor()), state(a=expanded)).keys() == {"a"}
+    assert mismatches(state(a=expanded), state(a=expanded)) == {}
+    assert mismatches(state(a=tensor()), state(a=expanded)).keys() == {"a"}
 
 
-def test_strides_of_dimensions_of_one_do_not_matter() -> None:
+def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
     assert same_layout(tensor((1, 4), (99, 1)), tensor((1, 4), (4, 1)))
     assert not same_layout(tensor((2, 4), (99, 1)), tensor((2, 4), (4, 1)))

@@ -1,4 +1,4 @@
-"""Extents: the bytes used, each in exactly one. (tests/properties has the random half.)"""
+"""Extents: every used byte is in exactly one. tests/properties/test_extents.py has the random tests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import pytest
 from torchferry.core.extents import (
     MAX_RUNS,
     Extent,
-    TooIntricate,
+    TooIrregular,
     extents_of,
     footprint,
     overlaps_itself,
     split,
 )
-from torchferry.core.figures import nested_dims
 from torchferry.core.manifest import TensorSpec
 
 
@@ -44,7 +43,7 @@ def test_a_sliding_window_is_the_run_that_it_slides_over() -> None:
     assert footprint(spec((5, 3), (1, 1))) == [Extent(0, 0, 28)]
 
 
-def test_strides_that_interlock_are_listed_exactly() -> None:
+def test_irregular_strides_are_listed_exactly() -> None:
     tensor = spec((3, 3), (2, 3))
     used = {4 * (2 * i + 3 * j) + b for i in range(3) for j in range(3) for b in range(4)}
     assert used_bytes(footprint(tensor)) == len(used)
@@ -77,29 +76,24 @@ def test_columns_of_one_matrix_are_merged_without_listing_their_rows() -> None:
 
 
 def test_different_storages_never_mix() -> None:
-    here, there = spec((4,), (1,)), TensorSpec("any", 4, (4,), (1,), 1, 0)
-    assert extents_of([there, here]) == [Extent(0, 0, 16), Extent(1, 0, 16)]
+    first, second = spec((4,), (1,)), TensorSpec("any", 4, (4,), (1,), 1, 0)
+    assert extents_of([second, first]) == [Extent(0, 0, 16), Extent(1, 0, 16)]
 
 
-def test_what_would_take_too_long_to_list_is_refused_at_once() -> None:
-    with pytest.raises(TooIntricate):
+def test_a_pattern_with_too_many_runs_is_refused_before_it_is_listed() -> None:
+    with pytest.raises(TooIrregular):
         footprint(spec((2**40, 2**40), (2, 3)))
-    with pytest.raises(TooIntricate):
+    with pytest.raises(TooIrregular):
         extents_of([spec((2**40,), (2,)), spec((2**40,), (3,))])
 
 
-@pytest.mark.parametrize("most_bytes", [16, 40, 64, 1000])
-def test_pieces_cover_an_extent_in_order(most_bytes: int) -> None:
+@pytest.mark.parametrize("max_bytes", [16, 40, 64, 1000])
+def test_pieces_cover_an_extent_in_order(max_bytes: int) -> None:
     extent = Extent(0, 8, 24, ((3, 1000), (5, 64)))
-    pieces = list(split(extent, most_bytes))
+    pieces = list(split(extent, max_bytes))
     assert sum(piece.nbytes for piece in pieces) == extent.nbytes
-    assert all(piece.nbytes <= most_bytes for piece in pieces)
+    assert all(piece.nbytes <= max_bytes for piece in pieces)
     assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)
-
-
-def test_nested_dims_go_from_the_widest_stride_to_the_narrowest() -> None:
-    assert nested_dims(spec((2, 3, 4), (1, 8, 2))) == [1, 2, 0]
-    assert nested_dims(spec((5, 3), (1, 1))) is None
 
 
 def test_a_tensor_overlaps_itself_if_two_items_share_memory() -> None:

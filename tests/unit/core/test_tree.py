@@ -1,4 +1,4 @@
-"""The tree: every leaf at its path, and back into its place."""
+"""The tree: every leaf has its path, and rebuilding puts every value at its path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = Manifest(
 )
 
 
-def test_every_place_is_listed_in_order_even_if_its_leaf_was_there_before() -> None:
+def test_every_path_is_listed_in_order_even_if_its_leaf_occurs_again() -> None:
     assert occurrences(STATE) == [
         (("model", 0), 1),
         (("model", 1, 7), 2),
@@ -31,7 +31,7 @@ def test_every_place_is_listed_in_order_even_if_its_leaf_was_there_before() -> N
     ]
 
 
-def test_values_go_back_to_their_places() -> None:
+def test_rebuilding_puts_values_at_their_paths() -> None:
     def build(index: int, children: list[object]) -> object:
         branch = STATE.branches[index]
         return children if branch.keys is None else dict(zip(branch.keys, children, strict=True))
@@ -78,16 +78,16 @@ def test_a_state_may_be_a_single_leaf() -> None:
         ((), "(the state itself)"),
     ],
 )
-def test_a_path_is_shown_as_people_write_it(path: tuple[Value, ...], shown: str) -> None:
+def test_paths_are_formatted_like_python_expressions(path: tuple[Value, ...], shown: str) -> None:
     assert format_path(path) == shown
 
 
 @pytest.mark.parametrize("data", [pack([[1]]), b"\xc1", bytes(500)])
-def test_a_key_that_can_t_be_unpacked_is_shown_by_its_code(data: bytes) -> None:
+def test_a_key_that_cannot_be_decoded_is_shown_by_its_code(data: bytes) -> None:
     assert "16:" in format_path((Special(16, data),))
 
 
-def test_two_trees_are_merged_into_one_with_the_places_of_both() -> None:
+def test_a_merged_tree_has_the_paths_of_both() -> None:
     theirs = Manifest(
         -1,
         (
@@ -117,7 +117,7 @@ def test_two_trees_are_merged_into_one_with_the_places_of_both() -> None:
         assert leaf == local.get(path, 0)
 
 
-def test_a_list_that_gets_keys_becomes_the_container_that_has_them() -> None:
+def test_a_list_merged_with_a_dict_becomes_the_dict_if_keys_are_added() -> None:
     ours = Manifest(-1, (Branch("list", (0,)),), (Leaf("value"),), (), ())
     theirs = Manifest(-1, (Branch("dict", (0, 0), (0, "more")),), (Leaf("value"),), (), ())
     merged = merge(ours, theirs)

@@ -47,8 +47,8 @@ def _open(site: Site) -> Session:
 
     def send() -> None:
         source, known = ready.sender.know(describe(state, traces=ready.sender.traces))
-        sizes = ready.sender.plan(source.manifest).sizes
-        envelope = Envelope(source.manifest, sizes[0], pack_bytes=sizes[1])
+        sent = ready.sender.plan(source.manifest)
+        envelope = Envelope(source.manifest, sent.chunk_bytes, pack_bytes=sent.pack_bytes)
         arrived = decode(encode(envelope, known), ready.target.known)
         landed = destination(
             arrived.manifest, ready.target.plan(arrived), ready.target, strict=True, extra="error"

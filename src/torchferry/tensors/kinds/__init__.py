@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchferry.core.manifest import Leaf, TensorSpec
-from torchferry.core.showing import show
+from torchferry.core.text import show
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Misfit, Part, Site, check_form, look_dense

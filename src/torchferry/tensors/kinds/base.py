@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.codec import pack
 from torchferry.core.manifest import FORM, Leaf, Special, TensorSpec, Value
-from torchferry.core.showing import MOST_CHARACTERS, show, show_name
+from torchferry.core.text import MAX_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, FerryError
 
 Part = Callable[[torch.Tensor], int]
@@ -131,7 +131,7 @@ def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     except FerryError:
         raise
     except Exception as error:
-        raise BadManifest(f"a malformed {kind.name}: {str(error)[:MOST_CHARACTERS]}") from None
+        raise BadManifest(f"a malformed {kind.name}: {str(error)[:MAX_CHARACTERS]}") from None
 
 
 def _hold_to(form: Any, value: Value) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec
-from torchferry.core.showing import show, show_name
+from torchferry.core.text import show, show_name
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors.kinds.base import Form, Kind, Misfit, Part, Site, look_dense, packed, read
 from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits

@@ -13,7 +13,7 @@ import torch
 from msgspec import Meta
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.showing import MOST_CHARACTERS, show_name
+from torchferry.core.text import MAX_CHARACTERS, show_name
 from torchferry.errors import Unsendable
 from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
@@ -75,7 +75,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     dtype = numpy_bridge.dtype_from_wire(layout.dtype)
     (spec,) = specs
     if spec.dtype != "uint8" or not spec.shape or spec.shape[-1] != dtype.itemsize or spec.conj or spec.neg:
-        raise ValueError(f"these bytes are no array of {str(dtype)[:MOST_CHARACTERS]}")
+        raise ValueError(f"these bytes are no array of {str(dtype)[:MAX_CHARACTERS]}")
     axes = len(spec.shape) - 1
     if axes > numpy_bridge.MAX_DIMS or any(axis >= axes for axis in layout.backwards):
         raise ValueError("axes that it does not have")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.showing import show, show_name
+from torchferry.core.text import show, show_name
 from torchferry.tensors.kinds.base import Form, Kind, Part, Site, look_dense, packed, read
 from torchferry.tensors.kinds.dense import Grad, check_grad, grad_traits, with_grad_traits
 from torchferry.torch_internals import check_compressed, check_coo, coo_members, set_coalesced

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchferry.core.plan import SEAL_MESSAGES
+from torchferry.core.plan import BLOCK_MESSAGES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import FerryError, PeerGaveUp, SendFailed, StateMismatch, TargetTorn, Unsendable
 from torchferry.testing.simulation.network import Harm, Network, SimulatedRunner
@@ -250,7 +250,7 @@ class _Run:
     def _check_memory(self) -> None:
         for rank, most in self.network.most_under_way.items():
             # The window, and for each peer one chunk that is larger than its share, and two seals.
-            seals = 2 * 8 * (SEAL_MESSAGES + _MOST_PACKED)
+            seals = 2 * 8 * (BLOCK_MESSAGES + _MOST_PACKED)
             allowed = _WINDOW_BYTES + self.play.receivers * (_CHUNK_BYTES + seals)
             if self.play.relayed and rank > 0:
                 allowed = _WINDOW_BYTES + 2 * (_CHUNK_BYTES + seals)

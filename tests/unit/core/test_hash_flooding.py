@@ -1,4 +1,4 @@
-"""Keys that crowd are told from keys that do not, by walking the ways that Python's tables have."""
+"""Keys that a peer chose to collide are detected, and ordinary keys are not refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.hostile.attacks.trees import PRIME, colliding_pairs, crowding_keys
-from torchferry.core.crowding import _steps_in_set, are_crowded
+from torchferry.core.hash_flooding import exceeds_probes, is_hash_flood
 
 COUNT = 20_000
 
@@ -18,7 +18,7 @@ def shuffled(keys: list[object]) -> list[object]:
     return keys
 
 
-HONEST: dict[str, list[object]] = {
+ORDINARY: dict[str, list[object]] = {
     "numbers in order": list(range(COUNT)),
     "numbers from below zero": list(range(-COUNT // 2, COUNT // 2)),
     "numbers with gaps": [n for n in range(COUNT) if n % 7],
@@ -38,46 +38,47 @@ HONEST: dict[str, list[object]] = {
 }
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_keys_do_not_crowd(name: str) -> None:
-    assert not are_crowded(HONEST[name])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_keys_are_no_flood(name: str) -> None:
+    assert not is_hash_flood(ORDINARY[name])
 
 
-CHOSEN: dict[str, list[object]] = {
+COLLIDING: dict[str, list[object]] = {
     "all of one hash": [n * PRIME for n in range(COUNT)],
     "pairs of one hash": list(colliding_pairs(COUNT)),
-    "on each other's way": list(crowding_keys(14)),
-    "on each other's way, as floats": [float(n) for n in crowding_keys(14)],
-    "on each other's way, then all the rest": list(dict.fromkeys((*crowding_keys(14), *range(40_000)))),
-    "on each other's way, behind a text": ["a", *crowding_keys(14)],
-    "on each other's way, before texts": [*crowding_keys(14), *map(str, range(10_000))],
+    "with the same probes": list(crowding_keys(14)),
+    "with the same probes, as floats": [float(n) for n in crowding_keys(14)],
+    "with the same probes, then all the rest": list(dict.fromkeys((*crowding_keys(14), *range(40_000)))),
+    "with the same probes, behind a text": ["a", *crowding_keys(14)],
+    "with the same probes, before texts": [*crowding_keys(14), *map(str, range(10_000))],
     "the same again and again": [-20] * COUNT,
 }
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_keys_that_were_chosen_crowd(name: str) -> None:
-    assert are_crowded(CHOSEN[name])
+@pytest.mark.parametrize("name", COLLIDING)
+def test_colliding_keys_are_a_flood(name: str) -> None:
+    assert is_hash_flood(COLLIDING[name])
 
 
-def test_a_few_never_crowd() -> None:
-    assert not are_crowded([n * PRIME for n in range(100)])
+def test_a_few_keys_are_never_a_flood() -> None:
+    assert not is_hash_flood([n * PRIME for n in range(100)])
 
 
-def test_a_set_has_a_way_of_its_own() -> None:
-    assert _steps_in_set([n * PRIME for n in range(1000)], 11, 10**9) > 10_000
-    assert _steps_in_set(range(1000), 11, 10**9) == 0
-    # A step is over when one of nine neighbours is free.
-    assert _steps_in_set([n << 11 for n in range(10)], 11, 10**9) == 0
+def test_a_set_tries_nine_neighbours_before_it_probes_further() -> None:
+    assert exceeds_probes([n * PRIME for n in range(1000)], 10_000, 11, 9)
+    assert not exceeds_probes(range(1000), 0, 11, 9)
+    same_slot = [n << 11 for n in range(10)]
+    assert not exceeds_probes(same_slot, 0, 11, 9)
+    assert exceeds_probes(same_slot, 0, 11)
 
 
-def test_what_can_t_be_hashed_is_a_type_error() -> None:
+def test_an_unhashable_key_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        are_crowded([[n] for n in range(1000)])  # type: ignore[misc]
+        is_hash_flood([[n] for n in range(1000)])  # type: ignore[misc]
 
 
-def test_fifty_thousand_random_numbers_are_seen_to_be_harmless_in_a_moment() -> None:
+def test_checking_fifty_thousand_random_numbers_is_fast() -> None:
     keys = [random.Random(n).getrandbits(63) for n in range(50_000)]
     started = time.thread_time()
-    assert not are_crowded(keys)
+    assert not is_hash_flood(keys)
     assert time.thread_time() - started < 0.3

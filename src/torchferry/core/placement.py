@@ -1,0 +1,170 @@
+"""Decides where the bytes of each extent go in a local state.
+
+There are three ways, best first:
+- Direct: copy the extent's bytes to a fixed distance in a local storage. This needs every byte of the extent
+  to belong to a paired tensor, because it overwrites all of them.
+- Itemwise: copy item by item into a local tensor of another layout, chunk by chunk.
+- Via scratch: receive into scratch memory of the tensor's size and copy it at the end, if its items have no
+  order in memory.
+
+An extent with no placement is received and dropped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from torchferry.core.compare import TensorPair, same_layout
+from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint
+from torchferry.core.manifest import Manifest
+from torchferry.core.plan import Chunk
+from torchferry.core.strides import memory_order
+from torchferry.errors import BadManifest
+
+
+class Direct(Struct, frozen=True, gc=False):
+    """Copy to the incoming offset plus `delta` of a local storage. Storage ~n is the scratch of storage n."""
+
+    storage: int
+    delta: int
+
+
+class Itemwise(Struct, frozen=True, gc=False):
+    """Copy the items of an incoming tensor into a local tensor.
+
+    If `covers`, the tensor is the whole extent, and item n is at n * itemsize of its bytes. Otherwise the
+    extent is one run, and items are found by their address.
+    """
+
+    incoming: int
+    local: int
+    covers: bool
+
+
+class Placement(Struct, frozen=True, gc=False):
+    """All the destinations of one extent's bytes."""
+
+    direct: tuple[Direct, ...] = ()
+    itemwise: tuple[Itemwise, ...] = ()
+
+
+class Placements(NamedTuple):
+    """A placement for each extent of the plan, and the tensors to copy from scratch memory at the end.
+
+    If `same_layout`, storages and offsets are those of the sender, and placements are not listed.
+    """
+
+    by_extent: tuple[Placement, ...]
+    via_scratch: tuple[TensorPair, ...] = ()
+    same_layout: bool = False
+
+    def of(self, chunk: Chunk) -> Placement:
+        """Return the placement of a chunk."""
+        if self.same_layout:
+            return Placement((Direct(chunk.piece.storage, 0),))
+        return self.by_extent[chunk.extent]
+
+
+SAME_LAYOUT = Placements((), same_layout=True)
+
+
+def place_in_local_state(
+    extents: Sequence[Extent],
+    incoming: Manifest,
+    local: Manifest,
+    pairs: Sequence[TensorPair],
+    fresh: Collection[int] = (),
+) -> Placements:
+    """Place every extent in the local tensors that are paired with the incoming ones.
+
+    The incoming tensors in `fresh` have no local tensor. They are received into scratch memory and keep it.
+
+    Raises:
+        BadManifest: the incoming tensors overlap in too irregular a pattern.
+    """
+    try:
+        tensors_of = tensors_by_extent(extents, incoming)
+        footprints = [footprint(spec) for spec in incoming.tensors]
+    except TooIrregular as error:
+        raise BadManifest(f"the incoming views overlap in too irregular a pattern ({error})") from None
+    pairs_of: defaultdict[int, list[TensorPair]] = defaultdict(list)
+    for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
+        pairs_of[pair.incoming].append(pair)
+    placements: list[Placement] = []
+    via_scratch: dict[TensorPair, None] = {}
+    for extent, tensors in zip(extents, tensors_of, strict=True):
+        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
+        paired = [pair for tensor in tensors for pair in pairs_of[tensor]]
+        direct = _direct_places(paired, tensors, covering, incoming, local)
+        completed = {pair for members in direct.values() for pair in members}
+        itemwise: list[Itemwise] = []
+        for pair in (pair for pair in paired if pair not in completed):
+            covers = pair.incoming in covering
+            if memory_order(incoming.tensors[pair.incoming]) is not None and (covers or not extent.repeats):
+                itemwise.append(Itemwise(pair.incoming, pair.local, covers))
+            else:
+                via_scratch[pair] = None
+        placements.append(Placement(tuple(direct), tuple(itemwise)))
+    # Scratch memory receives every extent of its tensors.
+    in_scratch = {pair.incoming for pair in via_scratch}.union(fresh)
+    for number, (extent, tensors) in enumerate(zip(extents, tensors_of, strict=True)):
+        if in_scratch.intersection(tensors):
+            place = placements[number]
+            placements[number] = Placement((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
+    return Placements(tuple(placements), tuple(via_scratch))
+
+
+def _direct_places(
+    pairs: Sequence[TensorPair],
+    tensors: Sequence[int],
+    covering: set[int],
+    incoming: Manifest,
+    local: Manifest,
+) -> dict[Direct, list[TensorPair]]:
+    """Find where an extent can be copied as a whole, and the pairs that each copy completes.
+
+    The pairs at one distance must cover the extent: one of them alone, or all tensors in it together.
+    """
+    candidates: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
+    for pair in pairs:
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        if same_layout(theirs, ours):
+            candidates[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
+    found: dict[Direct, list[TensorPair]] = {}
+    for place, members in candidates.items():
+        moved = {pair.incoming for pair in members}
+        if moved & covering or moved == set(tensors):
+            found[place] = members
+    return found
+
+
+def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
+    """List, for each extent, the tensors that have bytes in it.
+
+    Raises:
+        TooIrregular: too many tensors overlap extents without being one.
+    """
+    tensors_of: list[list[int]] = [[] for _ in extents]
+    number_of = {extent: number for number, extent in enumerate(extents)}
+    # Extents are sorted. `reach` is the end of each one or of those before it.
+    reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
+    footprint_budget, comparison_budget = Budget(), Budget()
+    for tensor, spec in enumerate(incoming.tensors):
+        for used in footprint(spec, footprint_budget):
+            if used in number_of:
+                tensors_of[number_of[used]].append(tensor)
+                continue
+            past = (used.storage, used.end)
+            number = bisect_left(extents, past, key=lambda extent: (extent.storage, extent.offset)) - 1
+            while number >= 0 and reach[number] > (used.storage, used.offset):
+                comparison_budget.spend(1)
+                if not are_disjoint((used, extents[number]), comparison_budget):
+                    tensors_of[number].append(tensor)
+                number -= 1
+    return [list(dict.fromkeys(tensors)) for tensors in tensors_of]

@@ -1,0 +1,74 @@
+"""Values from a peer as text for error messages: short and on one line.
+
+A peer chooses its keys and names. They must not fill a log, forge a line in it, or take long to format.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+MAX_CHARACTERS = 200
+_MAX_ITEMS = 6
+_MAX_DEPTH = 3
+_EQUAL_CHARACTERS_SHOWN = 14
+
+
+def show(value: object, depth: int = 0) -> str:
+    """Return the repr of a value; of a large value only the beginning.
+
+    >>> show({"shape": list(range(1000)), "name": "w"})
+    "{'shape': [0, 1, 2, 3, 4, 5, …], 'name': 'w'}"
+    """
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        start = value[:MAX_CHARACTERS]
+        text = repr(start if isinstance(start, str) else bytes(start))
+        return f"{text}…" if len(value) > MAX_CHARACTERS else text
+    if isinstance(value, (list, tuple, dict)):
+        return _show_items(value, depth)
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
+
+
+def _show_items(value: list[object] | tuple[object, ...] | dict[object, object], depth: int) -> str:
+    if depth >= _MAX_DEPTH:
+        return "…"
+    shown = [show(item, depth + 1) for item in islice(value, _MAX_ITEMS)]
+    if isinstance(value, dict):
+        shown = [f"{key}: {show(item, depth + 1)}" for key, item in zip(shown, value.values(), strict=False)]
+    text = ", ".join([*shown, "…"] if len(value) > _MAX_ITEMS else shown)
+    if isinstance(value, dict):
+        return f"{{{text}}}"
+    return f"[{text}]" if isinstance(value, list) else f"({text})"
+
+
+def show_name(name: str) -> str:
+    """Return a key or name as it is if it is short and printable, and quoted otherwise.
+
+    >>> show_name("weight"), show_name("line\\nbreak")
+    ('weight', "'line\\\\nbreak'")
+    """
+    return name if len(name) <= MAX_CHARACTERS and name.isprintable() else show(name)
+
+
+def show_difference(one: str, two: str) -> tuple[str, str]:
+    """Shorten two texts to the part in which they differ.
+
+    >>> show_difference("[4, 3]", "[4, 4]")
+    ('[4, 3]', '[4, 4]')
+    >>> long = ", ".join(map(str, range(100)))
+    >>> show_difference(long + ", 7", long + ", 8")
+    ('…, 97, 98, 99, 7', '…, 97, 98, 99, 8')
+    """
+    if max(len(one), len(two)) <= MAX_CHARACTERS:
+        return show_name(one), show_name(two)
+    differing = (place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    equal = next(differing, min(len(one), len(two)))
+    start = max(equal - _EQUAL_CHARACTERS_SHOWN, 0)
+    return _show_from(one, start), _show_from(two, start)
+
+
+def _show_from(text: str, start: int) -> str:
+    excerpt = text[start : start + MAX_CHARACTERS - 2]
+    before, after = "…" if start else "", "…" if start + len(excerpt) < len(text) else ""
+    return before + show_name(excerpt) + after
