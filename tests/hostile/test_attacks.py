@@ -32,7 +32,7 @@ from torchferry.errors import FerryError
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
-from torchferry.tensors.fresh import Fresh, Layout
+from torchferry.tensors.fresh import FreshMemory, StorageLayout
 from torchferry.tensors.kinds import Site
 from torchferry.testing import MemoryNetwork
 
@@ -90,7 +90,7 @@ def take_apart(frame: bytes) -> None:
     envelope = decode_any(frame, allow_pickle=False)
     _plan(envelope, Target(None, Site(), Recall()))
     prepare(envelope.manifest, Site())
-    Fresh(Layout(envelope.manifest)).set_aside(range(len(envelope.manifest.storages)))
+    FreshMemory(StorageLayout(envelope.manifest)).allocate(range(len(envelope.manifest.storages)))
 
 
 def receive(frame: bytes, payload: Any = (), **terms: Any) -> object:

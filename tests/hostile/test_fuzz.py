@@ -27,9 +27,9 @@ from torchferry.engine.receiving import _plan
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import assemble_fresh, misfits, prepare, shape_in_place
+from torchferry.tensors.assemble import assemble_fresh, choose_result_tree, misfits, prepare
 from torchferry.tensors.describe import describe_target
-from torchferry.tensors.fresh import Fresh, Layout
+from torchferry.tensors.fresh import FreshMemory, StorageLayout
 from torchferry.tensors.kinds import Site, look_at
 from torchferry.tensors.memory import run_of
 
@@ -61,7 +61,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         prepared = prepare(manifest, Site())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = Fresh(Layout(manifest))
+            fresh = FreshMemory(StorageLayout(manifest))
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
             assemble_fresh(prepared, fresh, Site())
@@ -75,7 +75,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         if not comparison.twins:
             paired = tensor_pairs(manifest, local.manifest, comparison.pairs)
             land_in_place(plan.extents, manifest, local.manifest, paired)
-            shape_in_place(prepared, local.manifest, strict=False, extra="fresh")
+            choose_result_tree(prepared, local.manifest, strict=False, extra="fresh")
     except FerryError as error:
         return stage, f"{type(error).__name__}: {_reason(error)}"
     return "accepted", "accepted"

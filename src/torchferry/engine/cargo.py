@@ -199,7 +199,7 @@ def load_cargo(link: Link, peers: Sequence[int], state: object, terms: Push, gro
         Unsendable: something in the state can't travel.
     """
     recall = group.recall("send")
-    described = describe(state, pickle=terms.pickle, traces=recall.traces)
+    described = describe(state, pickle=terms.pickle)
     source, known = recall.know(described)
     plan, chunk_bytes, relayed = _plan(source, terms, len(peers), recall)
     group.remember("send", recall)

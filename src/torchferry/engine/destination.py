@@ -27,19 +27,18 @@ from torchferry.errors import (
 )
 from torchferry.tensors.assemble import (
     Prepared,
-    Shape,
+    ResultTree,
     assemble_fresh,
     assemble_in_place,
+    choose_result_tree,
     misfits,
     prepare,
-    shape_in_place,
-    written_alike,
+    tied_to_local,
 )
 from torchferry.tensors.describe import Description, describe_target
-from torchferry.tensors.fresh import Fresh, Layout
+from torchferry.tensors.fresh import FreshMemory, HugePages, StorageLayout
 from torchferry.tensors.kinds import Site, look_at
 from torchferry.tensors.landing import Ground
-from torchferry.tensors.pages import HugePages
 
 
 class Target:
@@ -62,7 +61,7 @@ class Target:
         if target is None:
             return
         try:
-            self._description = describe_target(target(), traces=recall.traces)
+            self._description = describe_target(target())
         except Exception as error:
             self._error = error
         else:
@@ -98,7 +97,7 @@ class Target:
             return self._plan
         return self._recall.plan(envelope.manifest, envelope.chunk_bytes, envelope.pack_bytes)
 
-    def layout(self, manifest: Manifest) -> Layout:
+    def layout(self, manifest: Manifest) -> StorageLayout:
         """Give what memory it takes that arrives fresh."""
         return self._recall.layout(manifest)
 
@@ -166,9 +165,9 @@ def _in_new_memory(manifest: Manifest, plan: Plan, target: Target) -> Destinatio
     prepared = target.prepare(manifest)
     if unfit := misfits(manifest, range(len(manifest.leaves)), target.site):
         raise StateMismatch(unfit, hints=_shard_hints(unfit))
-    fresh = Fresh(target.layout(manifest), HugePages(time.perf_counter))
+    fresh = FreshMemory(target.layout(manifest), HugePages(time.perf_counter))
     # What goes straight where it belongs. The rest is made when it is there.
-    fresh.set_aside(plan.unpacked_storages())
+    fresh.allocate(plan.unpacked_storages())
     return Destination(
         LAND_ALIKE,
         Ground(manifest, fresh),
@@ -200,7 +199,7 @@ def _in_place(
     mismatches = list(comparison.mismatches)
     fresh: set[int] = set()
     if extra == "fresh":
-        fresh = {leaf for _, leaf in comparison.incoming_only}.difference(written_alike(manifest, comparison))
+        fresh = {leaf for _, leaf in comparison.incoming_only}.difference(tied_to_local(manifest, comparison))
         mismatches += misfits(manifest, sorted(fresh), site)
     if mismatches:
         raise StateMismatch(mismatches, hints=[*comparison.hints, *_shard_hints(mismatches)])
@@ -208,12 +207,12 @@ def _in_place(
         # What is dropped may be of a kind that is not known here.
         matched = None if comparison.twins else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, site, only=matched)
-    shape = Shape(manifest, [])
+    shape = ResultTree(manifest, [])
     if comparison.twins:
         landings = LAND_ALIKE
         written: Collection[int] = range(len(local.tensors))
     else:
-        shape = shape_in_place(prepared, local.manifest, strict=strict, extra=extra)
+        shape = choose_result_tree(prepared, local.manifest, strict=strict, extra=extra)
         tensors = tensor_pairs(manifest, local.manifest, comparison.pairs)
         alone = {part for leaf in fresh for part in manifest.leaves[leaf].parts}
         landings = land_in_place(plan.extents, manifest, local.manifest, tensors, alone)

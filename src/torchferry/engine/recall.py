@@ -12,14 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchferry.core.codec import Known, know
-from torchferry.core.last import Last
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, Plan, make_plan
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import Layout
+from torchferry.tensors.fresh import StorageLayout
 from torchferry.tensors.kinds import Site
-from torchferry.tensors.storages import Traces
 
 MOST_ITEMS = 1 << 19
 """So many tensors, chunks, leaves, containers and keys are kept: four for most tensors, which take a kilobyte
@@ -33,16 +31,15 @@ times as long."""
 class Recall:
     """What the last transfer in one direction leaves to the next. One transfer has it at a time.
 
-    `traces` are for who describes a state; `arrived` is what a fresh state that arrived was described by.
+    `arrived` is what a fresh state that arrived was described by.
     """
 
     def __init__(self) -> None:
-        self.traces = Traces()
         self.arrived: Known | None = None
         self._known: Known | None = None
         self._prepared: Prepared | None = None
-        self._layout: Layout | None = None
-        self._plan: Last[Plan] = Last()
+        self._layout: StorageLayout | None = None
+        self._plan: tuple[object, Plan] | None = None
         self._items = 0
 
     @property
@@ -55,7 +52,7 @@ class Recall:
         return items <= MOST_ITEMS and self._known.nbytes <= MOST_FRAME_BYTES
 
     def know(self, described: Description) -> tuple[Description, Known]:
-        """Pack the manifest of what was described with `traces`; it is the last one's, if it is the same."""
+        """Pack the manifest of what was described; it is the last one's, if it is the same."""
         self._known = know(described.manifest, self._known)
         if self._known.manifest is not described.manifest:
             described = replace(described, manifest=self._known.manifest)
@@ -74,10 +71,10 @@ class Recall:
             return prepared
         return self._prepared
 
-    def layout(self, manifest: Manifest) -> Layout:
+    def layout(self, manifest: Manifest) -> StorageLayout:
         """Give the layout of a manifest that arrives fresh: the last one's, if it is that."""
         if self._layout is None or self._layout.manifest is not manifest:
-            self._layout = Layout(manifest)
+            self._layout = StorageLayout(manifest)
         return self._layout
 
     def plan(
@@ -93,10 +90,10 @@ class Recall:
             TooIntricate: views overlap in a pattern too irregular to list.
             TooManyMessages: more than may be listed.
         """
-        plan = self._plan.of(
-            (manifest.tensors, chunk_bytes, pack_bytes, pack_from),
-            lambda: make_plan(manifest, chunk_bytes, pack_bytes, pack_from),
-        )
+        key = manifest.tensors, chunk_bytes, pack_bytes, pack_from
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, make_plan(manifest, chunk_bytes, pack_bytes, pack_from)
+        plan = self._plan[1]
         self._items = _count(manifest) + len(plan.chunks)
         return plan
 

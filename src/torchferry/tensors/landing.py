@@ -14,7 +14,8 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import Fresh
+from torchferry.tensors.fresh import FreshMemory
+from torchferry.tensors.itemwise import without_repeats, write_items
 from torchferry.tensors.memory import (
     CPU,
     Memory,
@@ -26,7 +27,6 @@ from torchferry.tensors.memory import (
     scatter,
     store,
 )
-from torchferry.tensors.spread import once, spread
 
 _AT_ONCE = 1024
 """So many pieces are written before it is asked whether that is still wanted."""
@@ -38,7 +38,7 @@ class Ground:
     def __init__(
         self,
         incoming: Manifest,
-        fresh: Fresh | None = None,
+        fresh: FreshMemory | None = None,
         target: Description | None = None,
         written: Collection[int] = (),
     ) -> None:
@@ -146,7 +146,7 @@ class Ground:
         for each in landing.spread:
             before_each()
             assert self._target is not None, "only a local state has tensors to spread into"
-            spread(
+            write_items(
                 buffer,
                 chunk.piece,
                 chunk.position,
@@ -162,8 +162,10 @@ class Ground:
             assert self._target is not None, "only a local state has tensors to copy into"
             theirs = self._incoming.tensors[pair.incoming]
             ours = self._target.manifest.tensors[pair.local]
-            arrived = once(raw_over(self._scratch[theirs.storage], theirs))
-            once(raw_over(self._target.memories[ours.storage], ours)).copy_(reread(arrived, theirs, ours))
+            arrived = without_repeats(raw_over(self._scratch[theirs.storage], theirs))
+            without_repeats(raw_over(self._target.memories[ours.storage], ours)).copy_(
+                reread(arrived, theirs, ours)
+            )
 
     def set_aside(self, storages: Collection[int]) -> None:
         """Set memory aside now for incoming storages that have no local one.

@@ -46,7 +46,7 @@ def _open(site: Site) -> Session:
     built: list[object] = []
 
     def send() -> None:
-        source, known = ready.sender.know(describe(state, traces=ready.sender.traces))
+        source, known = ready.sender.know(describe(state))
         sizes = ready.sender.plan(source.manifest).sizes
         envelope = Envelope(source.manifest, sizes[0], pack_bytes=sizes[1])
         arrived = decode(encode(envelope, known), ready.target.known)
