@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from torchferry.core.compare import Comparison, Extra
-from torchferry.core.manifest import PICKLED, VALUE, Manifest
+from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
 from torchferry.tensors.branches import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
-from torchferry.tensors.kinds import Misfit, Site, check_form, kind_named
+from torchferry.tensors.kinds import Kind, Misfit, Site, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _SIMPLE_TRAITS = frozenset({type(None), int})
 
@@ -76,7 +73,7 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
         raise _at(manifest, number, error) from None
     if only is not None:
         return Prepared(manifest, [], values)
-    # `assemble_fresh` creates all tensors, also those that no leaf has.
+    # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
     dtypes = {(spec.dtype, spec.itemsize, spec.conj, spec.neg): spec for spec in tensors}
     for spec in dtypes.values():
         check_dtype(spec)
@@ -86,7 +83,8 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
 def _containers(manifest: Manifest) -> list[Container]:
     containers: list[Container] = []
     try:
-        containers += map(Container, manifest.branches)
+        for branch in manifest.branches:
+            containers.append(Container(branch))
     except FerryError as error:
         raise _at(manifest, ~len(containers), error) from None
     return containers
@@ -108,47 +106,52 @@ def _at(manifest: Manifest, child: int, error: FerryError) -> FerryError:
     return error
 
 
-def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: Site) -> object:
-    """Build the received state from new memory.
+def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], object]) -> object:
+    """Return the decoded value of a leaf, or else build the leaf.
 
     Raises:
-        PeerError: the payload of a leaf is invalid; names its path.
+        PeerError: the payload of the leaf is invalid; names its path.
     """
-    manifest, created = prepared.manifest, fresh.tensors
-    tensors = [
-        created[number]
-        if number in created
-        else _build("tensor", tensor_over, fresh.memory(spec.storage), spec)
-        for number, spec in enumerate(manifest.tensors)
-    ]
-    leaves: list[object] = []
+    if number in prepared.values:
+        return prepared.values[number]
+    leaf = prepared.manifest.leaves[number]
     try:
-        for number, leaf in enumerate(manifest.leaves):
-            if leaf.kind == DENSE.name and leaf.traits is None:
-                # Most leaves are a plain tensor. This skips the calls below.
-                leaves.append(tensors[leaf.parts[0]])
-            elif number in prepared.values:
-                leaves.append(prepared.values[number])
-            else:
-                parts = [tensors[part] for part in leaf.parts]
-                leaves.append(_build(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site))
+        return build(kind_named(leaf.kind), leaf)
     except FerryError as error:
-        raise _at(manifest, len(leaves), error) from None
-    return rebuild(manifest, leaves, _builder(prepared.containers))
+        raise _at(prepared.manifest, number, error) from None
+    except Exception as error:
+        # torch refuses what the peer sent, with any exception.
+        invalid = BadManifest(f"a {leaf.kind} that can't be put together: {str(error)[:MOST_CHARACTERS]}")
+        raise _at(prepared.manifest, number, invalid) from None
 
 
 def _builder(containers: Sequence[Container]) -> Callable[[int, list[object]], object]:
     return lambda index, children: containers[index].build(children)
 
 
-def _build(what: str, build: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function of torch or of a kind. Any exception means that the peer sent invalid data."""
-    try:
-        return build(*args, **kwargs)
-    except FerryError:
-        raise
-    except Exception as error:
-        raise BadManifest(f"a {what} that can't be put together: {str(error)[:MOST_CHARACTERS]}") from None
+def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: Site) -> object:
+    """Build the received state from new memory.
+
+    Raises:
+        PeerError: the payload of a leaf is invalid; names its path.
+    """
+    manifest, tensors = prepared.manifest, fresh.tensors
+
+    def build(kind: Kind, leaf: Leaf) -> object:
+        for part in leaf.parts:
+            if part not in tensors:
+                spec = manifest.tensors[part]
+                tensors[part] = tensor_over(fresh.memory(spec.storage), spec)
+        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], site)
+
+    leaves = [
+        # Most leaves are a plain tensor that `unpack` has created.
+        tensors[leaf.parts[0]]
+        if leaf.kind == DENSE.name and leaf.traits is None and leaf.parts[0] in tensors
+        else _build_leaf(prepared, number, build)
+        for number, leaf in enumerate(manifest.leaves)
+    ]
+    return rebuild(manifest, leaves, _builder(prepared.containers))
 
 
 class ResultTree(NamedTuple):
@@ -178,10 +181,8 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())
         reason = error.what.removeprefix(f"{where}: ")
-        mismatch = Mismatch(
-            where, f"no container can hold the keys of both sides ({reason})", "more keys", "fewer keys"
-        )
-        raise StateMismatch([mismatch]) from None
+        what = f"no container can hold the keys of both sides ({reason})"
+        raise StateMismatch([Mismatch(where, what, "more keys", "fewer keys")]) from None
 
 
 def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
@@ -190,12 +191,9 @@ def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mism
     for number in numbers:
         leaf = manifest.leaves[number]
         if leaf.kind != DENSE.name and leaf.parts:
-            misfit = kind_named(leaf.kind).misfit(leaf, site)
-            if misfit is not None:
+            if misfit := kind_named(leaf.kind).misfit(leaf, site):
                 found[number] = misfit
-    if not found:
-        return []
-    places = [each for each in occurrences(manifest) if each.leaf in found]
+    places = [each for each in occurrences(manifest) if each.leaf in found] if found else []
     return [Mismatch(format_path(path), *found[number]) for path, number in places]
 
 
@@ -238,24 +236,12 @@ def assemble_in_place(
     manifest = prepared.manifest
 
     def finish(incoming: int, local: int) -> object:
-        if incoming in prepared.values:
-            return prepared.values[incoming]
-        leaf = manifest.leaves[incoming]
-        try:
-            return _build(leaf.kind, kind_named(leaf.kind).adopt, leaf, target.values[local])
-        except FerryError as error:
-            raise _at(manifest, incoming, error) from None
+        value = target.values[local]
+        return _build_leaf(prepared, incoming, lambda kind, leaf: kind.adopt(leaf, value))
 
-    def build_fresh(number: int) -> object:
-        if number in prepared.values:
-            return prepared.values[number]
-        leaf = manifest.leaves[number]
+    def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]
-        try:
-            parts = [_build("tensor", tensor_over, memory_of(spec.storage), spec) for spec in specs]
-            return _build(leaf.kind, kind_named(leaf.kind).rebuild, leaf, parts, site)
-        except FerryError as error:
-            raise _at(manifest, number, error) from None
+        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], site)
 
     if comparison.twins:
         values = list(target.values)
@@ -267,12 +253,11 @@ def assemble_in_place(
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     places = occurrences(tree.manifest)
     wanted = {path for path, _ in places}
-    tied = tied_to_local(manifest, comparison)
-    built = {number: received[path] for number, path in tied.items()}
+    built = {number: received[path] for number, path in tied_to_local(manifest, comparison).items()}
     for path, number in comparison.incoming_only:
         if path in wanted:
             if number not in built:
-                built[number] = build_fresh(number)
+                built[number] = _build_leaf(prepared, number, build)
             received[path] = built[number]
     leaves = (received[path] if path in received else target.values[leaf] for path, leaf in places)
     return rebuild_places(tree.manifest, leaves, _builder(tree.containers))

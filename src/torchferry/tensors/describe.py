@@ -41,9 +41,8 @@ _LeafOfOther = Callable[[object, Unsendable], Leaf]
 class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
-    It holds references to the values, so that their memory is not freed. `versions` are the version counters
-    of the tensors. `uncounted` has the tensors whose changes torch does not count: inference tensors, and the
-    views of ndarrays.
+    It keeps the values alive, and so their memory. `versions` are the version counters of the tensors.
+    `uncounted` are the tensors whose changes torch does not count: inference tensors, and views of ndarrays.
     """
 
     manifest: Manifest
@@ -56,15 +55,12 @@ class Description:
     @property
     def is_all_cpu(self) -> bool:
         """Whether all tensors are in CPU memory."""
-        return [memory.device for memory in self.memories].count(CPU) == len(self.memories)
+        return all(memory.device is CPU for memory in self.memories)
 
     def changed_tensors(self) -> list[int]:
         """List the tensors whose version counters changed since they were described."""
-        versions = versions_of(self.tensors)
-        if versions == self.versions:
-            return []
-        pairs = enumerate(zip(versions, self.versions, strict=True))
-        return [number for number, (version, earlier) in pairs if version != earlier]
+        pairs = zip(versions_of(self.tensors), self.versions, strict=True)
+        return [number for number, (version, earlier) in enumerate(pairs) if version != earlier]
 
 
 def describe(state: object, pickle: Callable[[object], bytes] | None = None) -> Description:
@@ -116,8 +112,8 @@ class _TensorUnsendable(Exception):
 def _describe(state: object, leaf_of_other: _LeafOfOther) -> Description:
     """Describe a state in one pass, or in two if a tensor can't be sent.
 
-    The first pass checks all tensors together at its end, which is faster than checking them one by one, but
-    does not tell the path of a tensor that fails. The second pass checks each tensor at its path.
+    The first pass checks all tensors together at its end, which is fast, but does not tell the path of a
+    tensor that fails. The second pass checks each tensor at its path.
     """
     try:
         try:
@@ -125,11 +121,8 @@ def _describe(state: object, leaf_of_other: _LeafOfOther) -> Description:
         except _TensorUnsendable:
             return _Walk(state, leaf_of_other, check_each=True).describe()
     except RecursionError:
-        raise Unsendable(
-            "the state is nested deeper than Python's stack allows here: flatten it, or call from fewer "
-            "nested functions",
-            phase="describe",
-        ) from None
+        what = "the state is nested deeper than Python's stack allows here: flatten it, or nest fewer calls"
+        raise Unsendable(what, phase="describe") from None
 
 
 class _Walk:
@@ -139,7 +132,7 @@ class _Walk:
         self._state = state
         self._leaf_of_other = leaf_of_other
         self._check_each = check_each
-        self._branches: list[Branch | None] = []
+        self._branches: list[Branch] = []
         self._leaves: list[Leaf] = []
         self._values: list[object] = []
         self._tensors: list[torch.Tensor] = []
@@ -155,95 +148,90 @@ class _Walk:
             if self._check_each:
                 raise
             raise _TensorUnsendable from error
-        branches = tuple(branch for branch in self._branches if branch is not None)
-        manifest = Manifest(root, branches, tuple(self._leaves), storages.specs, storages.sizes)
-        tensors = tuple(self._tensors)
+        branches, leaves = tuple(self._branches), tuple(self._leaves)
+        manifest = Manifest(root, branches, leaves, storages.specs, storages.sizes)
+        tensors, values = tuple(self._tensors), tuple(self._values)
         versions = versions_of(tensors)
-        if UNCOUNTED in versions:
-            self._uncounted += [number for number, each in enumerate(versions) if each == UNCOUNTED]
-        values = tuple(self._values)
-        return Description(manifest, storages.memories, tensors, values, versions, frozenset(self._uncounted))
+        inference = [number for number, version in enumerate(versions) if version == UNCOUNTED]
+        uncounted = frozenset(self._uncounted + inference)
+        return Description(manifest, storages.memories, tensors, values, versions, uncounted)
 
-    def _visit(self, value: object, path: tuple[object, ...], parent_bytes: int) -> int:
-        """Describe the value at a path, and return its number as `Branch.children` has it.
-
-        `parent_bytes` is the length of its path as `path_bytes` counts it.
-        """
+    def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
+        """Describe the value at a path of this length, and return its number as `Branch.children` has it."""
         try:
             parts = None if type(value) in _PLAIN_TYPES else open_branch(value)
             if parts is None:
                 return self._visit_leaf(value)
             keys = None if parts.keys is None else _keys_to_wire(parts.keys)
         except Unsendable as error:
-            return self._add_other(value, path, error)
+            try:
+                return self._add_leaf(self._leaf_of_other(value, error), value)
+            except Unsendable as refusal:
+                raise _unsendable(format_path(path), refusal.what) from None
         if len(path) >= MAX_DEPTH:
-            raise _unsendable_below(
-                path,
+            raise _unsendable(
+                format_path(path[:8]) + "…",
                 f"a {type(value).__qualname__} is nested deeper than {MAX_DEPTH}. If the state contains "
                 "itself, break the cycle; if not, flatten it",
             )
         index = len(self._branches)
-        self._branches.append(None)
-        key_bytes = path_bytes(Branch(parts.kind, (0,) * len(parts.children), keys))
-        self._path_bytes += len(key_bytes) * (parent_bytes + 16) + sum(key_bytes)
+        branch = Branch(parts.kind, (0,) * len(parts.children), keys, parts.extra)
+        # Parents come before their children. The numbers of the children follow below.
+        self._branches.append(branch)
+        key_bytes = path_bytes(branch)
+        self._path_bytes += len(key_bytes) * (length_bytes + 16) + sum(key_bytes)
         if index == _COUNT_PATHS_AT:
-            # If nested containers stand in two places each, the number of paths is exponential. It is counted
-            # here, because reaching each path by walking would take too long.
+            # If nested containers stand in two places each, there are exponentially many paths to walk.
             self._path_bytes = max(self._path_bytes, _count_paths(self._state, {})[1])
         if self._path_bytes > MAX_PATH_BYTES:
-            raise _unsendable_below(
-                path,
+            raise _unsendable(
+                format_path(path[:8]) + "…",
                 f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes together, which no receiver "
                 "accepts. Is one container in very many places? Each place is received as its own container",
             )
         children = self._visit_together(parts.children)
         if children is None:
             children = [
-                self._visit(child, (*path, name), parent_bytes + 8 + nbytes)
+                self._visit(child, (*path, name), length_bytes + 8 + nbytes)
                 for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
             ]
         self._branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
         return ~index
 
     def _visit_together(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Describe many values in one step, if all are different strided tensors, none seen before.
-
-        Returns None if they are not.
-        """
+        """Describe many strided tensors in one step. Returns None if a value is anything else, or known."""
         if self._check_each or len(values) < _MIN_TOGETHER or not _PLAIN_TYPES.issuperset(map(type, values)):
             return None
-        ids = set(map(id, values))
-        if len(ids) < len(values) or not self._leaf_by_id.keys().isdisjoint(ids):
+        ids = list(map(id, values))
+        if len(set(ids)) < len(ids) or not self._leaf_by_id.keys().isdisjoint(ids):
             return None
         if {tensor.layout for tensor in values} != {torch.strided}:
             return None
-        first = len(self._leaves)
-        parts = range(len(self._tensors), len(self._tensors) + len(values))
-        self._leaves += describe_many(values, [tensor.requires_grad for tensor in values], parts)
+        leaves = range(len(self._leaves), len(self._leaves) + len(values))
+        tensors = range(len(self._tensors), len(self._tensors) + len(values))
+        self._leaves += describe_many(values, [tensor.requires_grad for tensor in values], tensors)
         self._values += values
         self._tensors += values
-        numbers = range(first, len(self._leaves))
-        self._leaf_by_id.update(zip(map(id, values), numbers, strict=True))
-        return numbers
+        self._leaf_by_id.update(zip(ids, leaves, strict=True))
+        return leaves
 
     def _visit_leaf(self, value: object) -> int:
         # A tensor that stands in two places is one leaf, and is received as one object.
-        seen = self._leaf_by_id.get(id(value))
-        if seen is not None:
-            return seen
+        if id(value) in self._leaf_by_id:
+            return self._leaf_by_id[id(value)]
         kind = kind_of(value)
         if kind is None:
             return self._add_leaf(Leaf(VALUE, traits=to_wire(value)), value)
-        added = len(self._tensors)
+        count = len(self._tensors)
         try:
             leaf = kind.describe(value, self._add_tensor)
         except Unsendable:
-            del self._tensors[added:]
+            del self._tensors[count:]
             raise
         if kind is NDARRAY:
             self._uncounted += leaf.parts
-        self._leaf_by_id[id(value)] = number = self._add_leaf(leaf, value)
-        return number
+        self._leaf_by_id[id(value)] = len(self._leaves)
+        return self._add_leaf(leaf, value)
 
     def _add_tensor(self, tensor: torch.Tensor) -> int:
         if self._check_each:
@@ -251,17 +239,14 @@ class _Walk:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
-    def _add_other(self, value: object, path: tuple[object, ...], error: Unsendable) -> int:
-        try:
-            return self._add_leaf(self._leaf_of_other(value, error), value)
-        except Unsendable as refusal:
-            where = format_path(path)
-            raise Unsendable(f"{where}: {refusal.what}", path=where, phase="describe") from None
-
     def _add_leaf(self, leaf: Leaf, value: object) -> int:
         self._leaves.append(leaf)
         self._values.append(value)
         return len(self._leaves) - 1
+
+
+def _unsendable(where: str, what: str) -> Unsendable:
+    return Unsendable(f"{where}: {what}", path=where, phase="describe")
 
 
 def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
@@ -294,9 +279,3 @@ def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> 
     # `parts` may hold the only references to the children, whose ids must not be reused.
     counted[id(value)] = paths, nbytes, parts
     return paths, nbytes
-
-
-def _unsendable_below(path: tuple[object, ...], what: str) -> Unsendable:
-    """Return an error that names the first keys of a path that is too long to show."""
-    where = format_path(path[:8]) + "…"
-    return Unsendable(f"{where}: {what}", path=where, phase="describe")

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from math import prod
 from operator import mul
+from typing import Any
 
 import torch
 
@@ -29,31 +30,22 @@ _split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = torch
 
 
 class StorageLayout:
-    """The storages of a manifest that are exactly one contiguous tensor. Computed when first used."""
+    """The storages of a manifest that are exactly one contiguous tensor."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     @cached_property
-    def contiguous(self) -> list[int | None]:
-        """For each storage the number of its tensor, if it has only one, contiguous, that fills it."""
+    def only_tensor(self) -> list[int | None]:
+        """For each storage the number of its tensor, if that is the only one, contiguous, and fills it."""
         sizes, tensors = self.manifest.storages, self.manifest.tensors
-        counts = Counter(spec.storage for spec in tensors)
+        counts = Counter([spec.storage for spec in tensors])
         found: list[int | None] = [None] * len(sizes)
         for number, spec in enumerate(tensors):
-            if (
-                counts[spec.storage] == 1
-                and not (spec.conj or spec.neg)
-                and _fills(spec.dtype, spec.shape, spec.stride, spec.itemsize, sizes[spec.storage])
-            ):
+            is_plain = counts[spec.storage] == 1 and not spec.conj and not spec.neg
+            if is_plain and _fills(spec.dtype, spec.shape, spec.stride, spec.itemsize, sizes[spec.storage]):
                 found[spec.storage] = number
         return found
-
-    @cached_property
-    def dtypes(self) -> list[str | None]:
-        """For each storage the dtype of that tensor."""
-        tensors = self.manifest.tensors
-        return [None if number is None else tensors[number].dtype for number in self.contiguous]
 
 
 class FreshMemory:
@@ -112,21 +104,21 @@ class FreshMemory:
         Raises:
             StateError: an allocation failed.
         """
-        storages = [chunk.piece.storage for chunk in chunks]
-        dtypes = list(map(self._layout.dtypes.__getitem__, storages))
+        tensors = self._layout.manifest.tensors
+        numbers = [self._layout.only_tensor[chunk.piece.storage] for chunk in chunks]
+        dtypes = [None if number is None else tensors[number].dtype for number in numbers]
         first = start = 0
         for dtype, run in groupby(dtypes):
-            end = first + len(list(run))
-            some = chunks[first:end]
-            nbytes = sum(chunk.nbytes for chunk in some)
-            flat = buffer[start : start + nbytes]
-            if dtype is None or not self._create(storages[first:end], dtype, flat):
-                scatter([self.memory(n) for n in storages[first:end]], [chunk.piece for chunk in some], flat)
-            first, start = end, start + nbytes
+            last = first + len(list(run))
+            pieces = [chunk.piece for chunk in chunks[first:last]]
+            end = start + sum([chunk.nbytes for chunk in chunks[first:last]])
+            created = [number for number in numbers[first:last] if number is not None]
+            if dtype is None or not self._create(created, dtype, buffer[start:end]):
+                scatter([self.memory(piece.storage) for piece in pieces], pieces, buffer[start:end])
+            first, start = last, end
 
-    def _create(self, storages: Sequence[int], dtype: str, flat: torch.Tensor) -> bool:
-        """Create tensors of one dtype from their bytes, and return whether that succeeded."""
-        numbers = [number for s in storages if (number := self._layout.contiguous[s]) is not None]
+    def _create(self, numbers: Sequence[int], dtype: str, flat: torch.Tensor) -> bool:
+        """Create tensors of one dtype from their bytes, and return whether that was possible."""
         shapes = [self._layout.manifest.tensors[number].shape for number in numbers]
         try:
             with torch.inference_mode(self._inference):
@@ -171,10 +163,10 @@ _MIN_HUGE_BYTES = 4 * _HUGE_PAGE_BYTES
 """Smaller storages get no huge pages."""
 
 _SLOW_S = 0.002
-"""Faulting in 2 MiB of small pages takes this long. A huge page that is available takes a fifth of it."""
+"""Faulting in 2 MiB of small pages takes this long. An available huge page takes a fifth of it."""
 
 _MAX_SLOW_PAGES = 2
-"""After this many slow huge pages in a row, no more are requested. A single one may be slow by accident."""
+"""After this many slow huge pages in a row, no more are requested."""
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -201,28 +193,15 @@ class HugePages:
         # The first and the last page of an allocation may be shared with other allocations.
         page = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         while self.wanted and page < end and page + _HUGE_PAGE_BYTES <= limit:
-            self._request(page)
+            began_s = self._clock()
+            _madvise(page, _HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
+            # Kernels before 5.14 return an error.
+            succeeded = _madvise(page, _HUGE_PAGE_BYTES, _MADV_POPULATE_WRITE) == 0
+            self._slow_pages = self._slow_pages + 1 if self._clock() - began_s > _SLOW_S else 0
+            self.wanted = succeeded and self._slow_pages < _MAX_SLOW_PAGES
             page += _HUGE_PAGE_BYTES
 
-    def _request(self, page: int) -> None:
-        assert _madvise is not None, "without madvise, no pages are wanted"
-        began_s = self._clock()
-        _madvise(page, _HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
-        # Kernels before 5.14 return an error.
-        succeeded = _madvise(page, _HUGE_PAGE_BYTES, _MADV_POPULATE_WRITE) == 0
-        self._slow_pages = self._slow_pages + 1 if self._clock() - began_s > _SLOW_S else 0
-        self.wanted = succeeded and self._slow_pages < _MAX_SLOW_PAGES
 
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_madvise = _find_madvise()
+_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -30,13 +30,6 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 RAW = {**_WORDS, 16: torch.complex128}
 """For each item size, a dtype that copies items bit for bit."""
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
-"""Every dtype by its name in a manifest."""
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a manifest.
@@ -47,11 +40,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Memory(Struct, frozen=True, gc=False):
-    """The memory of one storage of a manifest, whose byte 0 is byte `base` of a torch storage.
+DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Every dtype by its name in a manifest."""
 
-    For CPU memory, `device` is the object `CPU` itself, so that `is` can compare it.
-    """
+
+class Memory(Struct, frozen=True, gc=False):
+    """The memory of a storage: byte 0 is byte `base` of a torch storage. For CPU memory, `device is CPU`."""
 
     storage: torch.UntypedStorage
     base: int
@@ -65,8 +59,7 @@ class Memory(Struct, frozen=True, gc=False):
 def check_room(nbytes: int, what: str) -> None:
     """Check that this machine has this much memory, before any of it is allocated.
 
-    Linux often grants memory that it does not have, and kills the process when the memory is used. A peer
-    may announce any size, or spread a few bytes over a huge span.
+    A peer may announce any size. Linux often grants memory that it lacks, and kills the process later.
 
     Raises:
         StateError: the machine has less.
@@ -192,12 +185,12 @@ def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.
 
 
 def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
-    """Copy a flat buffer into one piece of memory. Gaps in the piece are not written.
+    """Copy a flat buffer into one piece of memory, as `scatter` does.
 
     Raises:
         StateError: the memory of the piece was freed.
     """
-    _copy_piece(memory, piece, buffer, into_buffer=False)
+    scatter([memory], [piece], buffer)
 
 
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
@@ -220,9 +213,20 @@ def _copy_pieces(
         return
     start = 0
     for memory, piece in zip(memories, pieces, strict=True):
-        end = start + piece.nbytes
-        _copy_piece(memory, piece, buffer[start:end], into_buffer=into_buffer)
-        start = end
+        check_held(memory.storage, memory.base + piece.end)
+        flat = buffer[start : start + piece.nbytes]
+        start += piece.nbytes
+        # Views of the piece and of the buffer, in the widest words that both are aligned to.
+        steps = [step for _, step in piece.repeats]
+        word = gcd(8, memory.base + piece.offset, int(flat.storage_offset()), piece.run_bytes, *steps)
+        shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
+        stride = (*(step // word for step in steps), 1)
+        in_memory = strided(memory, _WORDS[word], piece.offset, shape, stride)
+        in_buffer = flat.view(_WORDS[word]).view(shape)
+        if into_buffer:
+            in_buffer.copy_(in_memory)
+        else:
+            in_memory.copy_(in_buffer)
 
 
 _memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -253,17 +257,3 @@ def _copy_by_address(
     else:
         _exhaust(map(_memmove, in_memory, in_buffer, sizes))
     return True
-
-
-def _copy_piece(memory: Memory, piece: Extent, buffer: torch.Tensor, *, into_buffer: bool) -> None:
-    """Copy one piece, viewed as a tensor of the widest words that fit its alignment and the buffer's."""
-    check_held(memory.storage, memory.base + piece.end)
-    steps = [step for _, step in piece.repeats]
-    word = gcd(8, memory.base + piece.offset, int(buffer.storage_offset()), piece.run_bytes, *steps)
-    shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
-    in_memory = strided(memory, _WORDS[word], piece.offset, shape, (*(step // word for step in steps), 1))
-    in_buffer = buffer.view(_WORDS[word]).view(shape)
-    if into_buffer:
-        in_buffer.copy_(in_memory)
-    else:
-        in_memory.copy_(in_buffer)

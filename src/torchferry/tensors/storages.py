@@ -35,8 +35,8 @@ class Storages(Struct, frozen=True):
 def find_storages(tensors: Sequence[torch.Tensor]) -> Storages:
     """Find the storages of strided tensors.
 
-    Querying tensor metadata dominates description time. So each property is queried for all tensors in one
-    comprehension, and `check_tensor` is called only if a property of some tensor is unusual.
+    Querying tensor metadata dominates description time. So each property is queried for all tensors at once,
+    and `check_tensor` is called only if a property of some tensor is unusual.
 
     Raises:
         Unsendable: a tensor can't be sent.
@@ -66,8 +66,15 @@ def find_storages(tensors: Sequence[torch.Tensor]) -> Storages:
     offsets: Iterable[int] = repeat(0)
     storage_sizes: Sequence[int] = spans
     if not _are_disjoint(addresses, held):
-        blocks = _blocks(memories, addresses, held, itemsizes)
-        owners, offsets, memories, storage_sizes = _share(blocks, starts, spans)
+        blocks: dict[int, _Block] = {}
+        for number, memory in enumerate(memories):
+            owner = storage_id(memory.storage)
+            if owner not in blocks:
+                blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
+            block = blocks[owner]
+            block.tensors.append(number)
+            block.itemsize = max(block.itemsize, itemsizes[number])
+        owners, offsets, memories, storage_sizes = _share(list(blocks.values()), starts, spans)
     conjs = map(torch.Tensor.is_conj, tensors)
     specs = map(TensorSpec, names, itemsizes, sizes, strides, owners, offsets, conjs, negs)
     return Storages(tuple(specs), tuple(memories), tuple(storage_sizes))
@@ -97,8 +104,8 @@ def check_tensor(tensor: torch.Tensor) -> None:
     needed = int(tensor.storage_offset()) * tensor.itemsize + span
     if span and needed > held:
         raise Unsendable(
-            f"a tensor of shape {list(tensor.shape)} needs {needed} bytes of storage, and its storage holds "
-            f"{held} bytes of the {needed}: its memory was freed. Gather it first, or leave it out"
+            f"a tensor of shape {list(tensor.shape)} whose storage holds {held} bytes of the {needed} needed: "
+            "its memory was freed. Gather it first, or leave it out"
         )
 
 
@@ -133,14 +140,14 @@ def _are_disjoint(addresses: list[int], held: list[int]) -> bool:
     return all(map(le, map(add, starts, map(size_at.__getitem__, starts)), starts[1:]))
 
 
-class _Block(Struct, frozen=True, gc=False):
+class _Block(Struct, gc=False):
     """One torch storage, the tensors that have it, and the largest item size among them."""
 
     memory: Memory
     address: int
     nbytes: int
-    tensors: list[int]
-    itemsize: int
+    tensors: list[int] = []
+    itemsize: int = 1
 
 
 class _Region(Struct, frozen=True, gc=False):
@@ -153,30 +160,6 @@ class _Region(Struct, frozen=True, gc=False):
     blocks: list[tuple[_Block, int]]
     alignment: int
 
-    @property
-    def first_tensor(self) -> int:
-        """The lowest number of its tensors."""
-        return min(block.tensors[0] for block, _ in self.blocks)
-
-
-def _blocks(
-    memories: Sequence[Memory], addresses: Sequence[int], held: Sequence[int], itemsizes: Sequence[int]
-) -> list[_Block]:
-    """List the torch storages, each once."""
-    users: dict[int, list[int]] = {}
-    for number, memory in enumerate(memories):
-        users.setdefault(storage_id(memory.storage), []).append(number)
-    return [
-        _Block(
-            Memory(memories[first].storage, 0, memories[first].device),
-            addresses[first],
-            held[first],
-            [first, *others],
-            max(itemsizes[number] for number in (first, *others)),
-        )
-        for first, *others in users.values()
-    ]
-
 
 def _share(
     blocks: Sequence[_Block], starts: Sequence[int], spans: Sequence[int]
@@ -186,7 +169,7 @@ def _share(
     memories: list[Memory] = []
     sizes: list[int] = []
     # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
-    for region in sorted(_regions(blocks), key=lambda region: region.first_tensor):
+    for region in sorted(_regions(blocks), key=lambda region: min(b.tensors[0] for b, _ in region.blocks)):
         places = {n: starts[n] + shift for block, shift in region.blocks for n in block.tensors}
         used = {number: place for number, place in places.items() if spans[number]}
         low = min(used.values(), default=0)
@@ -208,9 +191,8 @@ def _regions(blocks: Sequence[_Block]) -> Iterator[_Region]:
             # it. So a region starts at a multiple of ITEM_BYTES, unless the largest items are misaligned.
             largest = max(cluster, key=lambda block: block.itemsize)
             misaligned = largest.address % largest.itemsize
-            aligned = [(block.address - misaligned) % block.itemsize == 0 for block in cluster]
-            group = [block for block, fits in zip(cluster, aligned, strict=True) if fits]
-            cluster = [block for block, fits in zip(cluster, aligned, strict=True) if not fits]
+            group = [block for block in cluster if (block.address - misaligned) % block.itemsize == 0]
+            cluster = [block for block in cluster if (block.address - misaligned) % block.itemsize]
             if len(group) == 1:
                 yield _Region(group[0].memory, [(group[0], 0)], group[0].itemsize)
                 continue
@@ -218,8 +200,8 @@ def _regions(blocks: Sequence[_Block]) -> Iterator[_Region]:
             start = first - (first - misaligned) % ITEM_BYTES
             end = max(block.address + block.nbytes for block in group)
             # The bytes before the first block are never read or written.
-            memory = memory_at(start, end - start)
-            yield _Region(memory, [(block, block.address - start) for block in group], ITEM_BYTES)
+            placed = [(block, block.address - start) for block in group]
+            yield _Region(memory_at(start, end - start), placed, ITEM_BYTES)
 
 
 def _overlapping(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
