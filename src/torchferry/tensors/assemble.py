@@ -107,11 +107,7 @@ def _at(manifest: Manifest, child: int, error: FerryError) -> FerryError:
 
 
 def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], object]) -> object:
-    """Return the decoded value of a leaf, or else build the leaf.
-
-    Raises:
-        PeerError: the payload of the leaf is invalid; names its path.
-    """
+    """Return the decoded value of a leaf, or else build the leaf. Errors name its path."""
     if number in prepared.values:
         return prepared.values[number]
     leaf = prepared.manifest.leaves[number]
@@ -145,7 +141,7 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: Site) -> object
         return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], site)
 
     leaves = [
-        # Most leaves are a plain tensor that `unpack` has created.
+        # Most leaves are a plain tensor that `unpack` created.
         tensors[leaf.parts[0]]
         if leaf.kind == DENSE.name and leaf.traits is None and leaf.parts[0] in tensors
         else _build_leaf(prepared, number, build)
@@ -190,9 +186,9 @@ def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mism
     found: dict[int, Misfit] = {}
     for number in numbers:
         leaf = manifest.leaves[number]
-        if leaf.kind != DENSE.name and leaf.parts:
-            if misfit := kind_named(leaf.kind).misfit(leaf, site):
-                found[number] = misfit
+        is_other = leaf.kind != DENSE.name and leaf.parts
+        if is_other and (misfit := kind_named(leaf.kind).misfit(leaf, site)):
+            found[number] = misfit
     places = [each for each in occurrences(manifest) if each.leaf in found] if found else []
     return [Mismatch(format_path(path), *found[number]) for path, number in places]
 

@@ -143,18 +143,18 @@ class _Walk:
     def describe(self) -> Description:
         root = self._visit(self._state, (), 0)
         try:
-            storages = find_storages(self._tensors)
+            specs, memories, sizes = find_storages(self._tensors)
         except (Unsendable, RuntimeError) as error:
             if self._check_each:
                 raise
             raise _TensorUnsendable from error
         branches, leaves = tuple(self._branches), tuple(self._leaves)
-        manifest = Manifest(root, branches, leaves, storages.specs, storages.sizes)
+        manifest = Manifest(root, branches, leaves, specs, sizes)
         tensors, values = tuple(self._tensors), tuple(self._values)
         versions = versions_of(tensors)
         inference = [number for number, version in enumerate(versions) if version == UNCOUNTED]
         uncounted = frozenset(self._uncounted + inference)
-        return Description(manifest, storages.memories, tensors, values, versions, uncounted)
+        return Description(manifest, memories, tensors, values, versions, uncounted)
 
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe the value at a path of this length, and return its number as `Branch.children` has it."""

@@ -24,8 +24,7 @@ from torchferry.core.plan import Chunk
 from torchferry.errors import StateError
 from torchferry.tensors.memory import CPU, DTYPES, Memory, check_room, new_memory, scatter
 
-# torch's stubs say that these functions return None.
-_unbind_copy: Callable[[torch.Tensor], Sequence[torch.Tensor]] = torch.unbind_copy  # type: ignore[assignment]
+# torch's stubs say that this function returns None.
 _split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
@@ -49,10 +48,7 @@ class StorageLayout:
 
 
 class FreshMemory:
-    """New memory on the CPU. A storage is allocated when it is first asked for.
-
-    `tensors` has the tensors that `unpack` has created, by number.
-    """
+    """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
     def __init__(self, layout: StorageLayout, pages: HugePages | None = None) -> None:
         """Check that the machine has enough memory. With `pages`, large storages get huge pages.
@@ -122,7 +118,10 @@ class FreshMemory:
         shapes = [self._layout.manifest.tensors[number].shape for number in numbers]
         try:
             with torch.inference_mode(self._inference):
-                created = _copies(flat.cpu().view(DTYPES[dtype]), shapes)
+                created = _split_copy(flat.cpu().view(DTYPES[dtype]), list(map(prod, shapes)))
+                for tensor, shape in zip(created, shapes, strict=True):
+                    if len(shape) != 1:
+                        tensor.resize_(shape)
         except RuntimeError:
             # The bytes are not aligned to the item size, or they are one chunk of a large tensor, or an
             # allocation failed, which `memory` reports.
@@ -136,24 +135,12 @@ class FreshMemory:
         return StateError(f"no memory for the {sum(self._sizes)} bytes of the incoming state: {error}")
 
 
-def _copies(items: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Create tensors of these shapes, each with its own memory, from items that follow each other."""
-    if shapes.count(shapes[0]) == len(shapes):
-        return _unbind_copy(items.view(len(shapes), *shapes[0]))
-    created = _split_copy(items, list(map(prod, shapes)))
-    for tensor, shape in zip(created, shapes, strict=True):
-        if len(shape) != 1:
-            tensor.resize_(shape)
-    return created
-
-
 @lru_cache(maxsize=4096)
 def _fills(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, nbytes: int) -> bool:
     """Return whether a tensor is contiguous, not empty, and has this many bytes."""
     # torch changes the bytes of a bool that is neither 0 nor 1 when it copies it.
     if dtype == "bool" or nbytes == 0 or prod(shape) * itemsize != nbytes:
         return False
-    # `shape[1:]` is empty for both no dimension and one, which have no stride and a stride of 1.
     return stride == tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
 
 
@@ -186,10 +173,7 @@ class HugePages:
         self.wanted = _madvise is not None
 
     def fault_in(self, start: int, end: int, limit: int) -> None:
-        """Fault in the huge pages that begin between two addresses and end at or before `limit`.
-
-        The content of the memory does not change.
-        """
+        """Fault in the huge pages that begin between two addresses and end at or before `limit`."""
         # The first and the last page of an allocation may be shared with other allocations.
         page = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         while self.wanted and page < end and page + _HUGE_PAGE_BYTES <= limit:

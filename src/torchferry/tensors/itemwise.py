@@ -51,7 +51,7 @@ def write_items(
         chunk_start, tensor_start = piece.offset, incoming.offset
         # The chunk may begin with bytes of other tensors, between two items.
         misaligned = piece.offset % size
-    buffer = _aligned(_without_overlap(buffer, local), misaligned, size)
+    buffer = _readable(buffer, local, misaligned)
     source = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
     # Dimensions of size one and expanded dimensions have no items of their own.
     others = [d for d in range(len(incoming.shape)) if d not in dims]
@@ -80,20 +80,16 @@ def _raw(local: torch.Tensor) -> torch.Tensor:
     return strided(memory, RAW[size], int(local.storage_offset()) * size, tuple(local.shape), local.stride())
 
 
-def _without_overlap(buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return the buffer, or a copy of it if it lies in the storage of the local tensor."""
+def _readable(buffer: torch.Tensor, local: torch.Tensor, misaligned: int) -> torch.Tensor:
+    """Return the buffer, or a copy of it, whose items can be viewed and don't change when `local` is written.
+
+    A tensor can view items only at multiples of their size. The buffer, which must start `misaligned` bytes
+    after one, may be memory of a local tensor with smaller items, or of a neighbour of `local`.
+    """
     storage = local.untyped_storage()
     low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    return buffer.clone() if buffer.data_ptr() < high and low < buffer.data_ptr() + buffer.nbytes else buffer
-
-
-def _aligned(buffer: torch.Tensor, misaligned: int, itemsize: int) -> torch.Tensor:
-    """Return the buffer, or a copy of it, that starts this many bytes after a multiple of the item size.
-
-    A tensor can view items only at multiples of their size, and the buffer may be memory of a local tensor
-    with smaller items.
-    """
-    if int(buffer.storage_offset()) % itemsize == misaligned:
+    overlaps = buffer.data_ptr() < high and low < buffer.data_ptr() + buffer.nbytes
+    if not overlaps and int(buffer.storage_offset()) % local.itemsize == misaligned:
         return buffer
     room = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
     return room[misaligned:].copy_(buffer)

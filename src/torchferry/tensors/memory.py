@@ -160,10 +160,8 @@ def peek(memory: Memory, piece: Extent) -> bytes:
     Raises:
         StateError: its memory was freed.
     """
-    if memory.device is not CPU:
-        return bytes(run_of(memory, piece).tolist())
-    check_held(memory.storage, memory.base + piece.end)
-    return ctypes.string_at(memory.storage.data_ptr() + memory.base + piece.offset, piece.run_bytes)
+    run = run_of(memory, piece)
+    return ctypes.string_at(run.data_ptr(), run.nbytes) if memory.device is CPU else bytes(run.tolist())
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:

@@ -24,16 +24,10 @@ from torchferry.tensors.memory import CPU, Memory, dtype_name, memory_at
 from torchferry.torch_internals import is_zerotensor, storage_id
 
 
-class Storages(Struct, frozen=True):
-    """A spec for each tensor, and the memory and size in bytes of each storage."""
-
-    specs: tuple[TensorSpec, ...]
-    memories: tuple[Memory, ...]
-    sizes: tuple[int, ...]
-
-
-def find_storages(tensors: Sequence[torch.Tensor]) -> Storages:
-    """Find the storages of strided tensors.
+def find_storages(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
+    """Return a spec for each strided tensor, and the memory and the size in bytes of each storage.
 
     Querying tensor metadata dominates description time. So each property is queried for all tensors at once,
     and `check_tensor` is called only if a property of some tensor is unusual.
@@ -43,7 +37,7 @@ def find_storages(tensors: Sequence[torch.Tensor]) -> Storages:
         RuntimeError: torch raised it because a tensor has no strides or no storage.
     """
     if not tensors:
-        return Storages((), (), ())
+        return (), (), ()
     dtypes = [tensor.dtype for tensor in tensors]
     shapes = [tensor.shape for tensor in tensors]
     layouts = map(_layout, dtypes, shapes, map(torch.Tensor.stride, tensors))
@@ -74,10 +68,10 @@ def find_storages(tensors: Sequence[torch.Tensor]) -> Storages:
             block = blocks[owner]
             block.tensors.append(number)
             block.itemsize = max(block.itemsize, itemsizes[number])
-        owners, offsets, memories, storage_sizes = _share(list(blocks.values()), starts, spans)
+        owners, offsets, memories, storage_sizes = _share(blocks.values(), starts, spans)
     conjs = map(torch.Tensor.is_conj, tensors)
     specs = map(TensorSpec, names, itemsizes, sizes, strides, owners, offsets, conjs, negs)
-    return Storages(tuple(specs), tuple(memories), tuple(storage_sizes))
+    return tuple(specs), tuple(memories), tuple(storage_sizes)
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
@@ -104,8 +98,8 @@ def check_tensor(tensor: torch.Tensor) -> None:
     needed = int(tensor.storage_offset()) * tensor.itemsize + span
     if span and needed > held:
         raise Unsendable(
-            f"a tensor of shape {list(tensor.shape)} whose storage holds {held} bytes of the {needed} needed: "
-            "its memory was freed. Gather it first, or leave it out"
+            f"a tensor of shape {list(tensor.shape)} whose storage holds {held} bytes of the {needed} "
+            "needed: its memory was freed. Gather it first, or leave it out"
         )
 
 
@@ -113,11 +107,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 def _layout(
     dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
 ) -> tuple[str, int, tuple[int, ...], tuple[int, ...], int]:
-    """Return the first four fields of a TensorSpec, and the bytes from the first item to the last.
-
-    Raises:
-        Unsendable: the dtype is quantized, or there are too many dimensions.
-    """
+    """Return the first four fields of a TensorSpec, and the bytes from the first item to the last."""
     name = dtype_name(dtype)
     if name.startswith("q"):
         raise Unsendable(
@@ -150,61 +140,59 @@ class _Block(Struct, gc=False):
     itemsize: int = 1
 
 
-class _Region(Struct, frozen=True, gc=False):
-    """Memory that becomes one storage, and its blocks, each with its start in the memory.
-
-    The storage must start at a multiple of `alignment` bytes of the memory.
-    """
-
-    memory: Memory
-    blocks: list[tuple[_Block, int]]
-    alignment: int
-
-
 def _share(
-    blocks: Sequence[_Block], starts: Sequence[int], spans: Sequence[int]
+    blocks: Iterable[_Block], starts: Sequence[int], spans: Sequence[int]
 ) -> tuple[list[int], list[int], list[Memory], list[int]]:
     """Return each tensor's storage and offset in it, and each storage's memory and size."""
     owners, offsets = [0] * len(starts), [0] * len(starts)
     memories: list[Memory] = []
     sizes: list[int] = []
     # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
-    for region in sorted(_regions(blocks), key=lambda region: min(b.tensors[0] for b, _ in region.blocks)):
-        places = {n: starts[n] + shift for block, shift in region.blocks for n in block.tensors}
+    for group in sorted(_groups(blocks), key=lambda group: min(block.tensors[0] for block in group)):
+        memory, address, alignment = _common_memory(group)
+        places = {n: block.address - address + starts[n] for block in group for n in block.tensors}
         used = {number: place for number, place in places.items() if spans[number]}
         low = min(used.values(), default=0)
-        base = low - low % region.alignment
+        base = low - low % alignment
         for number in places:
             owners[number] = len(memories)
         for number, place in used.items():
             offsets[number] = place - base
-        memories.append(region.memory.at(base))
+        memories.append(memory.at(base))
         sizes.append(max((place + spans[number] for number, place in used.items()), default=base) - base)
     return owners, offsets, memories, sizes
 
 
-def _regions(blocks: Sequence[_Block]) -> Iterator[_Region]:
-    """Put blocks that overlap into one region, or into as few regions as the alignment of items allows."""
+def _common_memory(group: Sequence[_Block]) -> tuple[Memory, int, int]:
+    """Return memory that covers a group, its address, and the alignment of a storage in it."""
+    if len(group) == 1:
+        return group[0].memory, group[0].address, group[0].itemsize
+    # The bytes before the first block are never read or written.
+    first = min(block.address for block in group)
+    start = first - (first - _misalignment(group)) % ITEM_BYTES
+    end = max(block.address + block.nbytes for block in group)
+    return memory_at(start, end - start), start, ITEM_BYTES
+
+
+def _misalignment(blocks: Sequence[_Block]) -> int:
+    """Return how many bytes after a multiple of their size the largest items lie."""
+    largest = max(blocks, key=lambda block: block.itemsize)
+    return largest.address % largest.itemsize
+
+
+def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
+
+    An item must lie at a multiple of its size from the start of its storage, or no tensor can view it.
+    """
     for cluster in _overlapping(blocks):
         while cluster:
-            # An item must lie at a multiple of its size from the start of its storage, or no tensor can view
-            # it. So a region starts at a multiple of ITEM_BYTES, unless the largest items are misaligned.
-            largest = max(cluster, key=lambda block: block.itemsize)
-            misaligned = largest.address % largest.itemsize
-            group = [block for block in cluster if (block.address - misaligned) % block.itemsize == 0]
+            misaligned = _misalignment(cluster)
+            yield [block for block in cluster if (block.address - misaligned) % block.itemsize == 0]
             cluster = [block for block in cluster if (block.address - misaligned) % block.itemsize]
-            if len(group) == 1:
-                yield _Region(group[0].memory, [(group[0], 0)], group[0].itemsize)
-                continue
-            first = group[0].address
-            start = first - (first - misaligned) % ITEM_BYTES
-            end = max(block.address + block.nbytes for block in group)
-            # The bytes before the first block are never read or written.
-            placed = [(block, block.address - start) for block in group]
-            yield _Region(memory_at(start, end - start), placed, ITEM_BYTES)
 
 
-def _overlapping(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+def _overlapping(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
     """Group blocks of CPU memory that overlap, by address. Any other block is a group of its own."""
     cluster: list[_Block] = []
     end = 0

@@ -118,7 +118,7 @@ def test_a_failed_allocation_for_small_tensors_raises_and_the_sender_finishes(
     state = [torch.full((100,), float(n)) for n in range(COUNT)]
     push(network.link(0), [1], state, Push(TIMEOUT_S, MAX_METADATA_BYTES))
     pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
-    monkeypatch.setattr(module, "_unbind_copy", full)
+    monkeypatch.setattr(module, "_split_copy", full)
     with pytest.raises(StateError, match="no memory for the 51200 bytes"):
         pull(network.link(1), 0, Pull(TIMEOUT_S, MAX_METADATA_BYTES))
     monkeypatch.undo()
