@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import NamedTuple
 
 from torchferry.core.compare import Comparison, Extra
@@ -22,8 +23,6 @@ from torchferry.tensors.kinds import Kind, Misfit, Site, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
-
-_SIMPLE_TRAITS = frozenset({type(None), int})
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = No
         for number in range(len(manifest.leaves)) if only is None else sorted(only):
             leaf = manifest.leaves[number]
             key: object = None
-            if len(leaf.parts) == 1 and leaf.fixed is None and type(leaf.traits) in _SIMPLE_TRAITS:
+            if len(leaf.parts) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
                 spec = tensors[leaf.parts[0]]
                 key = leaf.kind, leaf.traits, spec.dtype, spec.itemsize, spec.conj, spec.neg
                 if key in checked:

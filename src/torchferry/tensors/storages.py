@@ -39,9 +39,9 @@ def find_storages(
     if not tensors:
         return (), (), ()
     dtypes = [tensor.dtype for tensor in tensors]
-    shapes = [tensor.shape for tensor in tensors]
-    layouts = map(_layout, dtypes, shapes, map(torch.Tensor.stride, tensors))
-    names, itemsizes, sizes, strides, spans = zip(*layouts, strict=True)
+    sizes = [tensor.shape for tensor in tensors]
+    layouts = map(_layout, dtypes, sizes, map(torch.Tensor.stride, tensors))
+    names, itemsizes, shapes, strides, spans = zip(*layouts, strict=True)
     on_cpu = [tensor.is_cpu for tensor in tensors]
     negs = list(map(torch.Tensor.is_neg, tensors))
     storages = list(map(torch.Tensor.untyped_storage, tensors))
@@ -51,26 +51,18 @@ def find_storages(
     if False in on_cpu or True in negs or any(map(gt, ends, held)):
         for tensor in tensors:
             check_tensor(tensor)
-    devices: Iterable[torch.device] = repeat(CPU)
-    if False in on_cpu:
-        devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
-    memories = list(map(Memory, storages, starts, devices))
+    devices = [CPU if is_cpu else tensor.device for is_cpu, tensor in zip(on_cpu, tensors, strict=True)]
     addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+    # Nearly always, every tensor has its own storage.
     owners: Sequence[int] = range(len(tensors))
     offsets: Iterable[int] = repeat(0)
+    memories = list(map(Memory, storages, starts, devices))
     storage_sizes: Sequence[int] = spans
     if not _are_disjoint(addresses, held):
-        blocks: dict[int, _Block] = {}
-        for number, memory in enumerate(memories):
-            owner = storage_id(memory.storage)
-            if owner not in blocks:
-                blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
-            block = blocks[owner]
-            block.tensors.append(number)
-            block.itemsize = max(block.itemsize, itemsizes[number])
-        owners, offsets, memories, storage_sizes = _share(blocks.values(), starts, spans)
+        blocks = _blocks(memories, addresses, held, itemsizes)
+        owners, offsets, memories, storage_sizes = _share(blocks, starts, spans)
     conjs = map(torch.Tensor.is_conj, tensors)
-    specs = map(TensorSpec, names, itemsizes, sizes, strides, owners, offsets, conjs, negs)
+    specs = map(TensorSpec, names, itemsizes, shapes, strides, owners, offsets, conjs, negs)
     return tuple(specs), tuple(memories), tuple(storage_sizes)
 
 
@@ -138,6 +130,21 @@ class _Block(Struct, gc=False):
     nbytes: int
     tensors: list[int] = []
     itemsize: int = 1
+
+
+def _blocks(
+    memories: Sequence[Memory], addresses: Sequence[int], held: Sequence[int], itemsizes: Sequence[int]
+) -> Iterable[_Block]:
+    """List the torch storages of tensors, each once."""
+    blocks: dict[int, _Block] = {}
+    for number, memory in enumerate(memories):
+        owner = storage_id(memory.storage)
+        block = blocks.get(owner)
+        if block is None:
+            block = blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
+        block.tensors.append(number)
+        block.itemsize = max(block.itemsize, itemsizes[number])
+    return blocks.values()
 
 
 def _share(
