@@ -23,9 +23,9 @@ from torchferry.core.extents import Extent
 from torchferry.core.placement import place_in_local_state
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.tensors import registry
-from torchferry.tensors.assemble import assemble_fresh, misfits, prepare, shape_in_place
+from torchferry.tensors.assemble import assemble_fresh, choose_result_tree, misfits, prepare
 from torchferry.tensors.describe import describe_target
-from torchferry.tensors.fresh import Fresh, Layout
+from torchferry.tensors.fresh import FreshMemory, StorageLayout
 from torchferry.tensors.kinds import Site, look_at
 from torchferry.tensors.memory import run_of
 
@@ -57,7 +57,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         prepared = prepare(manifest, Site())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = Fresh(Layout(manifest))
+            fresh = FreshMemory(StorageLayout(manifest))
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
             assemble_fresh(prepared, fresh, Site())
@@ -71,7 +71,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         if not comparison.identical:
             paired = tensor_pairs(manifest, local.manifest, comparison.pairs)
             place_in_local_state(placed.extents, manifest, local.manifest, paired)
-            shape_in_place(prepared, local.manifest, strict=False, extra="fresh")
+            choose_result_tree(prepared, local.manifest, strict=False, extra="fresh")
     except FerryError as error:
         return stage, f"{type(error).__name__}: {_reason(error)}"
     return "accepted", "accepted"

@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return {self.chunks[message.first].piece.storage for message in unpacked}
 
     def sequence(self, *, digest_blocks: bool) -> list[Message | DigestBlock]:
-        """Return the messages in order, and if asked for, the digest blocks, each BLOCK_LAG messages later."""
+        """Return the messages in order, and the digest blocks if asked for, each BLOCK_LAG messages later."""
         if not digest_blocks:
             return list(self.messages)
         sequence: list[Message | DigestBlock] = []

@@ -15,25 +15,18 @@ from torchferry.engine.sink import Sink
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import Mismatch, StateMismatch
 from torchferry.tensors.assemble import (
-    Shape as ResultTree,
-)
-from torchferry.tensors.assemble import (
+    ResultTree,
     assemble_fresh,
     assemble_in_place,
+    choose_result_tree,
     misfits,
     prepare,
-)
-from torchferry.tensors.assemble import (
-    shape_in_place as choose_result_tree,
-)
-from torchferry.tensors.assemble import (
-    written_alike as tied_to_local,
+    tied_to_local,
 )
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import Fresh as FreshMemory
+from torchferry.tensors.fresh import FreshMemory, HugePages
 from torchferry.tensors.kinds import Site as RebuildContext
 from torchferry.tensors.kinds import look_at as properties_of
-from torchferry.tensors.pages import HugePages
 
 _SHARD_HINT = (
     "a rank only receives the shard of its own position: receive from the rank that holds the same shard, or "

@@ -19,7 +19,8 @@ from torchferry.core.tree import Path
 from torchferry.engine.digest import digests
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import Fresh as FreshMemory
+from torchferry.tensors.fresh import FreshMemory
+from torchferry.tensors.itemwise import without_repeats, write_items
 from torchferry.tensors.memory import (
     CPU,
     Memory,
@@ -31,8 +32,6 @@ from torchferry.tensors.memory import (
     scatter,
     store,
 )
-from torchferry.tensors.spread import once as without_repeats
-from torchferry.tensors.spread import spread as write_items
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -96,7 +95,7 @@ class Sink:
             StateError: there is not enough memory.
         """
         if self._fresh is not None:
-            self._fresh.set_aside(storages)
+            self._fresh.allocate(storages)
             return
         check_room(sum(self._manifest.storages[storage] for storage in storages), "the fresh tensors")
         for storage in storages:

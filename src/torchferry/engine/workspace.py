@@ -22,7 +22,7 @@ from torchferry.core.plan import Plan, make_plan
 from torchferry.engine.staging import Staging
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import Layout as StorageLayout
+from torchferry.tensors.fresh import StorageLayout
 from torchferry.tensors.kinds import Site as RebuildContext
 
 T = TypeVar("T")

@@ -1,206 +1,191 @@
-"""New memory for a state that arrives: for each storage its own.
+"""New memory on the CPU for a state that is received.
 
-Most storages are one plain tensor, and most tensors are small. Those come packed, many in one message, and
-are made out of it all at once, which takes half the time of setting memory aside and copying into it.
+Most storages are one contiguous tensor, and most tensors are small. Small tensors arrive packed, many in one
+message. All tensors of a message are created in one call, in half the time of allocating and copying each.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from torchferry.core.extents import Extent
-from torchferry.core.manifest import Manifest, TensorSpec
+from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
-from torchferry.core.strides import find_pattern
 from torchferry.errors import StateError
-from torchferry.tensors.memory import (
-    CPU,
-    DTYPES,
-    Memory,
-    check_room,
-    new_memory,
-    scatter,
-)
-from torchferry.tensors.pages import WORTH_IT_BYTES, HugePages
+from torchferry.tensors.memory import CPU, DTYPES, Memory, check_room, new_memory, scatter
 
-# Torch's own stubs have these return nothing.
-_unbind_copy: Callable[[torch.Tensor], Sequence[torch.Tensor]] = torch.unbind_copy  # type: ignore[assignment]
+# torch's stubs say that this function returns None.
 _split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
-class _Look(NamedTuple):
-    """What a plain tensor is like."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class Layout:
-    """Which of a manifest's storages are one plain tensor each, worked out when it is first asked."""
+class StorageLayout:
+    """The storages of a manifest that are exactly one contiguous tensor."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     @cached_property
-    def only(self) -> list[int]:
-        """For each storage, the last tensor in it: the only one, if it is a plain tensor."""
-        found = [0] * len(self.manifest.storages)
-        for number, spec in enumerate(self.manifest.tensors):
-            found[spec.storage] = number
-        return found
-
-    @cached_property
-    def looks(self) -> list[_Look | None]:
-        """For each storage, say what plain tensor it is; None if it is not one, or more."""
-        tensors, sizes = self.manifest.tensors, self.manifest.storages
-        owners = [spec.storage for spec in tensors]
-        forms = [
-            (spec.dtype, spec.shape, spec.stride, spec.conj or spec.neg, sizes[spec.storage])
-            for spec in tensors
-        ]
-        known = {
-            form: _fills(spec, form[-1]) for form, spec in dict(zip(forms, tensors, strict=True)).items()
-        }
-        looks = list(map(known.__getitem__, forms))
-        if owners == list(range(len(sizes))):
-            return looks
-        found: list[_Look | None] = [None] * len(sizes)
-        for owner, look in zip(owners, looks, strict=True):
-            found[owner] = look
-        for owner, count in Counter(owners).items():
-            if count > 1:
-                found[owner] = None
+    def only_tensor(self) -> list[int | None]:
+        """For each storage the number of its tensor, if that is the only one, contiguous, and fills it."""
+        sizes, tensors = self.manifest.storages, self.manifest.tensors
+        counts = Counter([spec.storage for spec in tensors])
+        found: list[int | None] = [None] * len(sizes)
+        for number, spec in enumerate(tensors):
+            is_plain = counts[spec.storage] == 1 and not spec.conj and not spec.neg
+            if is_plain and _fills(spec.dtype, spec.shape, spec.stride, spec.itemsize, sizes[spec.storage]):
+                found[spec.storage] = number
         return found
 
 
-class Fresh:
-    """New memory on the CPU, set aside storage by storage when it is first asked for.
+class FreshMemory:
+    """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
-    `tensors` has those that were made out of messages, by number.
-    """
-
-    def __init__(self, layout: Layout, pages: HugePages | None = None) -> None:
-        """Check that there can be enough of it. With `pages`, large memory is had in those.
+    def __init__(self, layout: StorageLayout, pages: HugePages | None = None) -> None:
+        """Check that the machine has enough memory. With `pages`, large storages get huge pages.
 
         Raises:
-            StateError: the machine has less.
+            StateError: it has less.
         """
-        manifest = layout.manifest
-        check_room(sum(manifest.storages), "the incoming state")
         self.tensors: dict[int, torch.Tensor] = {}
-        # Tensors are made in a thread of their own, which does not know of the caller's mode.
-        self._inference = torch.is_inference_mode_enabled()
         self._layout = layout
-        self._manifest = manifest
+        self._sizes = layout.manifest.storages
         self._memories: dict[int, Memory] = {}
         self._pages = pages
+        # `unpack` runs in another thread, and inference mode belongs to this one.
+        self._inference = torch.is_inference_mode_enabled()
+        check_room(sum(self._sizes), "the incoming state")
 
     def memory(self, storage: int) -> Memory:
-        """Give the memory of a storage.
+        """Return the memory of a storage.
 
         Raises:
-            StateError: there is not enough.
+            StateError: the allocation failed.
         """
-        found = self._memories.get(storage)
-        if found is None:
-            nbytes = self._manifest.storages[storage]
+        if storage not in self._memories:
             try:
-                self._memories[storage] = found = new_memory(nbytes, CPU)
+                self._memories[storage] = new_memory(self._sizes[storage], CPU)
             except (RuntimeError, MemoryError) as error:
                 raise self._no_memory(error) from None
-        return found
+        return self._memories[storage]
 
-    def fault_in(self, piece: Extent) -> None:
-        """Have the pages ready that a piece is about to be received into, if they can be had fast."""
-        nbytes = self._manifest.storages[piece.storage]
-        if self._pages is not None and nbytes >= WORTH_IT_BYTES:
-            first = self.memory(piece.storage).storage.data_ptr()
-            self._pages.fault_in(first + piece.offset, first + piece.end, first + nbytes)
-
-    def set_aside(self, storages: Iterable[int]) -> None:
-        """Set memory aside for these storages now.
+    def allocate(self, storages: Iterable[int]) -> None:
+        """Allocate these storages now.
 
         Raises:
-            StateError: there is not enough.
+            StateError: an allocation failed.
         """
         for storage in storages:
             self.memory(storage)
 
+    def fault_in(self, piece: Extent) -> None:
+        """Fault in the pages that a piece is about to be received into, if that is fast."""
+        nbytes = self._sizes[piece.storage]
+        if self._pages is not None and nbytes >= _MIN_HUGE_BYTES:
+            first = self.memory(piece.storage).storage.data_ptr()
+            self._pages.fault_in(first + piece.offset, first + piece.end, first + nbytes)
+
     def unpack(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
-        """Take chunks out of a buffer, where they lie one after the other.
+        """Create tensors from chunks, or copy chunks to their storages. They follow each other in the buffer.
 
         Raises:
-            StateError: there is not enough memory for them.
+            StateError: an allocation failed.
         """
-        storages = [chunk.piece.storage for chunk in chunks]
-        looks = list(map(self._layout.looks.__getitem__, storages))
-        if looks.count(looks[0]) == len(looks) and self._make(storages, looks, buffer):
-            return
-        start = 0
-        for dtype, run in groupby(zip(looks, chunks, strict=True), key=_dtype):
-            some = list(run)
-            pieces = [chunk.piece for _, chunk in some]
-            storages = [piece.storage for piece in pieces]
-            end = start + sum(chunk.nbytes for _, chunk in some)
-            flat = buffer[start:end]
-            if dtype is None or not self._make(storages, [look for look, _ in some], flat):
-                scatter(list(map(self.memory, storages)), pieces, flat)
-            start = end
+        tensors = self._layout.manifest.tensors
+        numbers = [self._layout.only_tensor[chunk.piece.storage] for chunk in chunks]
+        dtypes = [None if number is None else tensors[number].dtype for number in numbers]
+        first = start = 0
+        for dtype, run in groupby(dtypes):
+            last = first + len(list(run))
+            pieces = [chunk.piece for chunk in chunks[first:last]]
+            end = start + sum([chunk.nbytes for chunk in chunks[first:last]])
+            created = [number for number in numbers[first:last] if number is not None]
+            if dtype is None or not self._create(created, dtype, buffer[start:end]):
+                scatter([self.memory(piece.storage) for piece in pieces], pieces, buffer[start:end])
+            first, start = last, end
 
-    def _make(self, storages: Sequence[int], looks: Sequence[_Look | None], flat: torch.Tensor) -> bool:
-        """Make tensors of one dtype out of their bytes; say whether that could be done so."""
-        shapes = [look.shape for look in looks if look]
-        if looks[0] is None:
-            return False
+    def _create(self, numbers: Sequence[int], dtype: str, flat: torch.Tensor) -> bool:
+        """Create tensors of one dtype from their bytes, and return whether that was possible."""
+        shapes = [self._layout.manifest.tensors[number].shape for number in numbers]
         try:
             with torch.inference_mode(self._inference):
-                made = _copies(flat.cpu().view(DTYPES[looks[0].dtype]), shapes)
+                created = _split_copy(flat.cpu().view(DTYPES[dtype]), list(map(prod, shapes)))
+                for tensor, shape in zip(created, shapes, strict=True):
+                    if len(shape) != 1:
+                        tensor.resize_(shape)
         except RuntimeError:
-            # They do not begin at a multiple of their size. Or there is no memory, which is found out again.
+            # The bytes are not aligned to the item size, or they are one chunk of a large tensor, or an
+            # allocation failed, which `memory` reports.
             return False
         except MemoryError as error:
             raise self._no_memory(error) from None
-        self.tensors.update(zip(map(self._layout.only.__getitem__, storages), made, strict=True))
+        self.tensors.update(zip(numbers, created, strict=True))
         return True
 
     def _no_memory(self, error: Exception) -> StateError:
-        total = sum(self._manifest.storages)
-        return StateError(f"no memory for the {total} bytes of the incoming state: {error}")
+        return StateError(f"no memory for the {sum(self._sizes)} bytes of the incoming state: {error}")
 
 
-def _copies(items: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Make tensors of these shapes, each in memory of its own, out of items that lie one after the other."""
-    if shapes.count(shapes[0]) == len(shapes):
-        return _unbind_copy(items.view(len(shapes), *shapes[0]))
-    made = _split_copy(items, list(map(prod, shapes)))
-    for tensor, shape in zip(made, shapes, strict=True):
-        if len(shape) != 1:
-            tensor.resize_(shape)
-    return made
+@lru_cache(maxsize=4096)
+def _fills(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, nbytes: int) -> bool:
+    """Return whether a tensor is contiguous, not empty, and has this many bytes."""
+    # torch changes the bytes of a bool that is neither 0 nor 1 when it copies it.
+    if dtype == "bool" or nbytes == 0 or prod(shape) * itemsize != nbytes:
+        return False
+    return stride == tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
 
 
-def _dtype(pair: tuple[_Look | None, Chunk]) -> str | None:
-    return pair[0].dtype if pair[0] else None
+_HUGE_PAGE_BYTES = 2 << 20
+
+_MIN_HUGE_BYTES = 4 * _HUGE_PAGE_BYTES
+"""Smaller storages get no huge pages."""
+
+_SLOW_S = 0.002
+"""Faulting in 2 MiB of small pages takes this long. An available huge page takes a fifth of it."""
+
+_MAX_SLOW_PAGES = 2
+"""After this many slow huge pages in a row, no more are requested."""
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
 
 
-def _fills(spec: TensorSpec, nbytes: int) -> _Look | None:
-    """Say what a tensor is like, if it is all of a storage of this size and just as torch would make it anew.
+class HugePages:
+    """Faults in new memory in huge pages, as long as that is fast.
 
-    Of its own size, and not just seen as often as a peer says: an expanded one would be a claim.
+    Faulting in 4 KiB pages on first write takes longer than receiving their bytes. Huge pages of 2 MiB are
+    faster, except where the kernel must first compact memory, or a virtual machine must get it from its host:
+    there they take five times as long as small pages. So each request is timed with the given clock.
     """
-    seen = find_pattern(spec.shape, spec.stride, spec.itemsize)
-    # Of whatever is in a bool torch makes 0 or 1 when it copies it; all else it copies as it is.
-    if spec.dtype == "bool" or spec.conj or spec.neg or not seen.items:
-        return None
-    if not seen.items * spec.itemsize == seen.run_bytes == nbytes:
-        return None
-    as_new = tuple(accumulate(reversed(spec.shape[1:]), mul, initial=1))[::-1] if spec.shape else ()
-    return _Look(spec.dtype, spec.shape) if as_new == spec.stride else None
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._slow_pages = 0
+        self.wanted = _madvise is not None
+
+    def fault_in(self, start: int, end: int, limit: int) -> None:
+        """Fault in the huge pages that begin between two addresses and end at or before `limit`."""
+        # The first and the last page of an allocation may be shared with other allocations.
+        page = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        while self.wanted and page < end and page + _HUGE_PAGE_BYTES <= limit:
+            began_s = self._clock()
+            _madvise(page, _HUGE_PAGE_BYTES, _MADV_HUGEPAGE)
+            # Kernels before 5.14 return an error.
+            succeeded = _madvise(page, _HUGE_PAGE_BYTES, _MADV_POPULATE_WRITE) == 0
+            self._slow_pages = self._slow_pages + 1 if self._clock() - began_s > _SLOW_S else 0
+            self.wanted = succeeded and self._slow_pages < _MAX_SLOW_PAGES
+            page += _HUGE_PAGE_BYTES
+
+
+_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

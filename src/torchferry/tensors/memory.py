@@ -1,8 +1,7 @@
 """The bytes behind a storage, and views of them.
 
-Everything that reads or writes payload goes through integer views of the storage, never through the
-tensors themselves: so it is bit-exact for every dtype, needs no kernel for the rare ones, and autograd
-does not see it.
+Payload is read and written through integer views of the storage, never through the user's tensors. So copies
+are bit-exact for every dtype, need no kernel for rare dtypes, and are invisible to autograd.
 """
 
 from __future__ import annotations
@@ -29,18 +28,11 @@ CPU = torch.device("cpu")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 RAW = {**_WORDS, 16: torch.complex128}
-"""For each size of item, a dtype in which it can be copied as it is."""
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
-"""Every dtype by the name under which it travels."""
+"""For each item size, a dtype that copies items bit for bit."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Give the name under which a dtype travels.
+    """Return the name of a dtype in a manifest.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -48,236 +40,162 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Memory(Struct, frozen=True, gc=False):
-    """A storage, seen from the manifest: its byte 0 is byte `base` of the torch storage.
+DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Every dtype by its name in a manifest."""
 
-    The device of what lies in the CPU's memory is the very object `CPU`, which is quickly told.
-    """
+
+class Memory(Struct, frozen=True, gc=False):
+    """The memory of a storage: byte 0 is byte `base` of a torch storage. For CPU memory, `device is CPU`."""
 
     storage: torch.UntypedStorage
     base: int
     device: torch.device
 
     def at(self, delta: int) -> Memory:
-        """See the same storage from `delta` bytes further on."""
+        """Return the same memory from `delta` bytes further on."""
         return Memory(self.storage, self.base + delta, self.device) if delta else self
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Check that this machine could hold so many bytes at all, before any memory is set aside.
+    """Check that this machine has this much memory, before any of it is allocated.
 
-    Memory that is asked for is often given whether or not it is there, and the process killed when it is
-    used. A peer that claims what can't be, or spreads a few bytes over a span that can't be, is told so here.
+    A peer may announce any size. Linux often grants memory that it lacks, and kills the process later.
 
     Raises:
-        StateError: it has less memory than that.
+        StateError: the machine has less.
     """
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if nbytes > has:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > physical:
         raise StateError(
-            f"no memory for the {nbytes} bytes of {what}: this machine has {has}. If its tensors are views "
-            "that lie far apart in a large storage, clone() them at the sender"
+            f"no memory for the {nbytes} bytes of {what}: this machine has {physical} bytes. If the tensors "
+            "are views that lie far apart in a large storage, clone() them at the sender"
         )
 
 
 def new_memory(nbytes: int, device: torch.device) -> Memory:
-    """Set aside memory for one storage, not filled."""
+    """Allocate uninitialized memory for one storage."""
     storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     return Memory(storage, 0, device)
 
 
 def memory_at(address: int, nbytes: int) -> Memory:
-    """See memory of this process as a storage. The caller keeps its owner alive."""
+    """View memory of this process as a storage. The caller keeps its owner alive."""
     if nbytes == 0:
         return new_memory(0, CPU)
     block = (ctypes.c_uint8 * nbytes).from_address(address)
-    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-    return Memory(storage, 0, CPU)
+    return Memory(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, CPU)
 
 
 def strided(
-    memory: Memory,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
+    memory: Memory, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
-    """View memory as a tensor; the offset counts bytes, strides count items."""
+    """View memory as a tensor. The offset counts bytes, strides count items."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     return empty.set_(memory.storage, (memory.base + offset) // dtype.itemsize, shape, stride)
 
 
 def tensor_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
-    """Make the tensor that a spec describes, over its storage's memory."""
+    """Create the tensor that a spec describes, over its storage's memory."""
     tensor = strided(memory, DTYPES[spec.dtype], spec.offset, spec.shape, spec.stride)
-    return with_bits(tensor, spec)
-
-
-def with_bits(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Give a tensor the spec's conj and neg bits, which say how its bytes are to be read."""
     if spec.conj:
         tensor = tensor.conj()
-    if spec.neg:
-        tensor = neg_view(tensor)
-    return tensor
+    return neg_view(tensor) if spec.neg else tensor
 
 
 def raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
-    """Make that tensor in a dtype that can be copied, which not every dtype can."""
+    """Create the same tensor with the RAW dtype of its item size, because torch can't copy every dtype."""
     return strided(memory, RAW[spec.itemsize], spec.offset, spec.shape, spec.stride)
 
 
 def reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Tensor:
-    """Give raw items in which `reader`, with its conj and neg bits, reads what `spec` reads in these.
+    """Convert raw items of `spec`, so that `reader` reads the same values with its own conj and neg bits.
 
-    Sign bits are turned round, and nothing is computed: not every dtype that can be conjugated has a kernel
-    for it, and arithmetic promises nothing of a NaN.
+    Sign bits are flipped instead of computing: torch can't negate every dtype, and may change a NaN's bits.
     """
     neg, conj = spec.neg != reader.neg, spec.conj != reader.conj
     if not (neg or conj):
         return raw
-    # A complex number is two words, and conjugation turns the sign of the second.
+    # A complex number is two words, and conjugation flips the sign of the second.
     words = 2 if DTYPES[spec.dtype].is_complex else 1
     word = _WORDS[spec.itemsize // words]
-    turned = raw.clone(memory_format=torch.contiguous_format)
-    parts = turned.view(-1).view(word).view(-1, words)
+    flipped = raw.clone(memory_format=torch.contiguous_format)
+    parts = flipped.view(-1).view(word).view(-1, words)
     sign = 0x80 if word is torch.uint8 else torch.iinfo(word).min
-    for part, turn in enumerate((neg, neg != conj)[:words]):
-        if turn:
+    for part, flip in enumerate((neg, neg != conj)[:words]):
+        if flip:
             parts[:, part] ^= sign
-    return turned
+    return flipped
 
 
 def check_dtype(spec: TensorSpec) -> None:
-    """Check that a dtype is known here and has the size that the peer says.
+    """Check that this torch has the dtype of a spec, with the same item size, and that its bits are allowed.
 
     Raises:
-        BadManifest: it is not, or has not.
+        BadManifest: one of them is wrong.
     """
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.dtype.startswith("q"):
-        raise BadManifest(f"this torch has no dtype {show(spec.dtype)} that can be held as bytes")
+        raise BadManifest(f"torch {torch.__version__} has no dtype {show(spec.dtype)} that can be received")
     if dtype.itemsize != spec.itemsize:
-        raise BadManifest(f"{spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize}")
+        raise BadManifest(f"an item of {spec.dtype} has {dtype.itemsize} bytes here, not {spec.itemsize}")
     if spec.conj and not dtype.is_complex:
-        raise BadManifest(f"{spec.dtype} can't be conjugated")
+        raise BadManifest(f"a {spec.dtype} tensor has the conj bit set, but is not complex")
     if spec.neg and not (dtype.is_floating_point or dtype.is_complex):
-        raise BadManifest(f"{spec.dtype} has no sign bit that could be turned round")
+        raise BadManifest(f"a {spec.dtype} tensor has the neg bit set, but is neither floating nor complex")
 
 
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
-    """Give a plain piece as the bytes in memory themselves.
+    """View a piece without gaps as bytes.
 
     Raises:
-        StateError: they are not there any more.
+        StateError: its memory was freed.
     """
     check_held(memory.storage, memory.base + piece.end)
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
 def peek(memory: Memory, piece: Extent) -> bytes:
-    """Copy a short plain piece.
+    """Copy a short piece without gaps.
 
     Raises:
-        StateError: it is not there any more.
+        StateError: its memory was freed.
     """
-    if memory.device is not CPU:
-        return bytes(run_of(memory, piece).tolist())
-    check_held(memory.storage, memory.base + piece.end)
-    return ctypes.string_at(memory.storage.data_ptr() + memory.base + piece.offset, piece.run_bytes)
+    run = run_of(memory, piece)
+    return ctypes.string_at(run.data_ptr(), run.nbytes) if memory.device is CPU else bytes(run.tolist())
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
-    """Copy pieces of memory into a flat buffer, one after the other."""
-    _copy(memories, pieces, buffer, into_buffer=True)
+    """Copy pieces of memory into a flat buffer, one after the other.
+
+    Raises:
+        StateError: the memory of a piece was freed.
+    """
+    _copy_pieces(memories, pieces, buffer, into_buffer=True)
 
 
 def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
-    """Copy a flat buffer to pieces of memory, one after the other; what lies between is left alone."""
-    _copy(memories, pieces, buffer, into_buffer=False)
+    """Copy a flat buffer into pieces of memory, one after the other. Gaps in a piece are not written.
 
-
-def _copy(
-    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
-) -> None:
-    """Copy every piece, all at once if they are plain."""
-    plain = _addresses(memories, pieces, buffer)
-    if plain is not None:
-        here, there, sizes = plain
-        to, origin = (there, here) if into_buffer else (here, there)
-        _exhaust(map(_copy_bytes, to, origin, sizes))
-        return
-    copy_one = load if into_buffer else store
-    position = 0
-    for memory, piece in zip(memories, pieces, strict=True):
-        nbytes = piece.nbytes
-        copy_one(memory, piece, buffer[position : position + nbytes])
-        position += nbytes
-
-
-_copy_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-"""Copies small pieces: a call of torch's takes several times as long as that, and so does letting go of the
-interpreter lock and taking it again."""
-
-_exhaust = deque[None](maxlen=0).extend
-
-
-def _addresses(
-    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor
-) -> tuple[list[int], list[int], list[int]] | None:
-    """Give where pieces are in memory and in the buffer, and their sizes; None if they can't just be copied.
-
-    They can if each is a short run in the CPU's memory, and still there: a storage may have been freed.
+    Raises:
+        StateError: the memory of a piece was freed.
     """
-    count = len(pieces)
-    if count == 1 or buffer.device != CPU or [memory.device for memory in memories].count(CPU) < count:
-        return None
-    if [piece.repeats for piece in pieces].count(()) < count:
-        return None
-    sizes = [piece.run_bytes for piece in pieces]
-    starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
-    if any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories])):
-        return None
-    here = list(map(add, starts, [memory.storage.data_ptr() for memory in memories]))
-    there = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
-    return here, there, sizes
-
-
-def load(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
-    """Copy a piece's bytes, without the gaps, into a flat buffer."""
-    pattern = _pattern(memory, piece, buffer)
-    _flat(buffer, pattern).copy_(pattern)
+    _copy_pieces(memories, pieces, buffer, into_buffer=False)
 
 
 def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
-    """Copy a flat buffer into a piece's bytes; what lies in the gaps is left alone."""
-    pattern = _pattern(memory, piece, buffer)
-    pattern.copy_(_flat(buffer, pattern))
-
-
-def _pattern(memory: Memory, piece: Extent, buffer: torch.Tensor) -> torch.Tensor:
-    """View a piece as a tensor of the widest words that fit all its numbers.
-
-    The buffer's start is one of them: it may be some local tensor's memory, and lie anywhere.
+    """Copy a flat buffer into one piece of memory, as `scatter` does.
 
     Raises:
-        StateError: the piece is not there any more.
+        StateError: the memory of the piece was freed.
     """
-    check_held(memory.storage, memory.base + piece.end)
-    steps = [step for _, step in piece.repeats]
-    word = gcd(8, memory.base + piece.offset, int(buffer.storage_offset()), piece.run_bytes, *steps)
-    shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
-    stride = (*(step // word for step in steps), 1)
-    return strided(memory, _WORDS[word], piece.offset, shape, stride)
+    scatter([memory], [piece], buffer)
 
 
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
-    """Check that a storage has so many bytes, and was not freed: torch would quietly give it new memory.
+    """Check that a storage still has its memory. Otherwise torch would silently allocate new memory for it.
 
     Raises:
-        StateError: it has not.
+        StateError: it holds fewer than `end` bytes.
     """
     if end > storage.nbytes():
         raise StateError(
@@ -286,5 +204,54 @@ def check_held(storage: torch.UntypedStorage, end: int) -> None:
         )
 
 
-def _flat(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return buffer.view(like.dtype).view(like.shape)
+def _copy_pieces(
+    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
+) -> None:
+    if len(pieces) > 1 and _copy_by_address(memories, pieces, buffer, into_buffer=into_buffer):
+        return
+    start = 0
+    for memory, piece in zip(memories, pieces, strict=True):
+        check_held(memory.storage, memory.base + piece.end)
+        flat = buffer[start : start + piece.nbytes]
+        start += piece.nbytes
+        # Views of the piece and of the buffer, in the widest words that both are aligned to.
+        steps = [step for _, step in piece.repeats]
+        word = gcd(8, memory.base + piece.offset, int(flat.storage_offset()), piece.run_bytes, *steps)
+        shape = (*(count for count, _ in piece.repeats), piece.run_bytes // word)
+        stride = (*(step // word for step in steps), 1)
+        in_memory = strided(memory, _WORDS[word], piece.offset, shape, stride)
+        in_buffer = flat.view(_WORDS[word]).view(shape)
+        if into_buffer:
+            in_buffer.copy_(in_memory)
+        else:
+            in_memory.copy_(in_buffer)
+
+
+_memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""memmove that keeps the interpreter lock: releasing it takes longer than copying a small piece."""
+
+_exhaust = deque[None](maxlen=0).extend
+
+
+def _copy_by_address(
+    memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
+) -> bool:
+    """Copy pieces that are in CPU memory and have no gaps with memmove; return whether that was possible."""
+    count = len(pieces)
+    if buffer.device != CPU or [memory.device for memory in memories].count(CPU) < count:
+        return False
+    if [piece.repeats for piece in pieces].count(()) < count:
+        return False
+    sizes = [piece.run_bytes for piece in pieces]
+    starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
+    if any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories])):
+        return False
+    in_memory = map(add, starts, [memory.storage.data_ptr() for memory in memories])
+    in_buffer = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
+    if into_buffer:
+        _exhaust(map(_memmove, in_buffer, in_memory, sizes))
+    else:
+        _exhaust(map(_memmove, in_memory, in_buffer, sizes))
+    return True

@@ -1,337 +1,216 @@
-"""Who shares memory with whom: the storages behind a state's tensors.
+"""Finds the storages behind a state's tensors: which tensors share memory, and which bytes they use.
 
-Rules of this file:
-- Memory is memory. Two torch storages that lie in the same bytes (an ndarray and the tensor made from it)
-  are one storage here.
-- A storage starts at the first byte that some tensor uses and ends at the last, so that a small view of a
-  large storage does not cost its size, here or at the receiver. Where ndarrays may lie in it, whose items are
-  entered as bytes but want to be aligned too, it starts up to 15 bytes before.
+- Two torch storages over the same bytes (an ndarray and the tensor made from it) are one storage here.
+- A storage starts at the first byte that a tensor uses and ends at the last, so a small view of a large torch
+  storage costs only its own size. A storage that several torch storages share starts up to 15 bytes earlier,
+  because ndarrays are described as bytes, and their items must stay aligned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import repeat
-from operator import add, gt, le
-from typing import cast
+from operator import add, gt, le, mul
 
 import torch
 from msgspec import Struct
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.last import Last
-from torchferry.core.manifest import TensorSpec
+from torchferry.core.manifest import MAX_DIMS, TensorSpec
+from torchferry.core.strides import find_pattern
 from torchferry.errors import Unsendable
-from torchferry.tensors.looks import Look, Looks, OddTensor, Sight, joined
-from torchferry.tensors.memory import CPU, Memory, memory_at
-from torchferry.tensors.sendable import check_dense
-from torchferry.torch_internals import storage_id
+from torchferry.tensors.memory import CPU, Memory, dtype_name, memory_at
+from torchferry.torch_internals import is_zerotensor, storage_id
 
 
-class Traces:
-    """What was worked out for the last state that was described, in terms that hold for any state like it.
+def find_storages(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
+    """Return a spec for each strided tensor, and the memory and the size in bytes of each storage.
 
-    Sights are of tensors that were entered together, and of those in between. `apart` and `sharing` follow
-    from where the storages lie, and `specs` from that and what was seen. No tensor is kept alive by it.
+    Querying tensor metadata dominates description time. So each property is queried for all tensors at once,
+    and `check_tensor` is called only if a property of some tensor is unusual.
+
+    Raises:
+        Unsendable: a tensor can't be sent.
+        RuntimeError: torch raised it because a tensor has no strides or no storage.
     """
-
-    def __init__(self) -> None:
-        self.together: list[Sight] = []
-        self.between: list[Sight] = []
-        self.apart: Last[bool] = Last()
-        self.sharing: Last[Sharing] = Last()
-        self.specs: Last[tuple[TensorSpec, ...]] = Last()
-        self.sizes: Last[tuple[int, ...]] = Last()
-
-
-class _Block(Struct, frozen=True, gc=False):
-    """One torch storage as it lies in memory, and the first tensor that has it."""
-
-    address: int
-    nbytes: int
-    on_cpu: bool
-    first: int
-
-
-class _Place(Struct, frozen=True, gc=False):
-    """Memory that tensors lie in: the torch storage of a tensor, or else so many bytes from an address on."""
-
-    tensor: int | None
-    address: int = 0
-    nbytes: int = 0
-
-
-class _Home(Struct, frozen=True, gc=False):
-    """Where a block lies: `shift` bytes into a place that may be cut at multiples of `unit`."""
-
-    place: int
-    shift: int
-    unit: int
+    if not tensors:
+        return (), (), ()
+    dtypes = [tensor.dtype for tensor in tensors]
+    sizes = [tensor.shape for tensor in tensors]
+    layouts = map(_layout, dtypes, sizes, map(torch.Tensor.stride, tensors))
+    names, itemsizes, shapes, strides, spans = zip(*layouts, strict=True)
+    on_cpu = [tensor.is_cpu for tensor in tensors]
+    negs = list(map(torch.Tensor.is_neg, tensors))
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    held = list(map(torch.UntypedStorage.nbytes, storages))
+    starts: list[int] = list(map(mul, map(torch.Tensor.storage_offset, tensors), itemsizes))
+    ends = [start + span if span else 0 for start, span in zip(starts, spans, strict=True)]
+    if False in on_cpu or True in negs or any(map(gt, ends, held)):
+        for tensor in tensors:
+            check_tensor(tensor)
+    devices = [CPU if is_cpu else tensor.device for is_cpu, tensor in zip(on_cpu, tensors, strict=True)]
+    addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+    # Nearly always, every tensor has its own storage.
+    owners: Sequence[int] = range(len(tensors))
+    offsets: Iterable[int] = repeat(0)
+    memories = list(map(Memory, storages, starts, devices))
+    storage_sizes: Sequence[int] = spans
+    if not _are_disjoint(addresses, held):
+        blocks = _blocks(memories, addresses, held, itemsizes)
+        owners, offsets, memories, storage_sizes = _share(blocks, starts, spans)
+    conjs = map(torch.Tensor.is_conj, tensors)
+    specs = map(TensorSpec, names, itemsizes, shapes, strides, owners, offsets, conjs, negs)
+    return tuple(specs), tuple(memories), tuple(storage_sizes)
 
 
-class Sharing(Struct, frozen=True):
-    """Who shares memory with whom.
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Check that a tensor is fully described by its dtype, shape, strides and bytes.
 
-    Each tensor's storage and where it begins in it; each storage's size, and of its bytes, in which place
-    they lie and where they begin.
+    Raises:
+        Unsendable: it is quantized, not strided, or does not have all of its memory.
     """
-
-    numbers: list[int]
-    offsets: list[int]
-    sizes: list[int]
-    places: list[_Place]
-    bases: list[int]
-
-
-class Storages(Struct, frozen=True):
-    """Tensors in terms of storages: a spec for each tensor, and the memory and size of each storage."""
-
-    specs: tuple[TensorSpec, ...]
-    memories: tuple[Memory, ...]
-    sizes: tuple[int, ...]
-
-
-class StorageTable:
-    """Collects tensors, then says what they are in terms of as few storages as there are.
-
-    Nearly always there is nothing wrong with any of them, and to find that out of all at once takes a
-    fraction of what it takes one by one. With `careful`, each is looked at when it is entered, so that it
-    is known which.
-    """
-
-    def __init__(self, traces: Traces, *, careful: bool) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._traces = traces
-        self._careful = careful
-        self._seen: list[tuple[int, Looks]] = []
-
-    @property
-    def sight(self) -> Sight:
-        """What was last seen where the next tensors are that are entered together."""
-        return _nth(self._traces.together, len(self._seen))
-
-    def enter(self, tensor: torch.Tensor) -> int:
-        """Enter a strided tensor and give its number.
-
-        Raises:
-            Unsendable: it is not its bytes and nothing more.
-        """
-        if self._careful:
-            check_dense(tensor)
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
-
-    def enter_many(self, tensors: Sequence[torch.Tensor], looks: Looks) -> range:
-        """Enter strided tensors all at once that were looked at, and give their numbers."""
-        first = len(self.tensors)
-        self._seen.append((first, looks))
-        self.tensors += tensors
-        return range(first, len(self.tensors))
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def forget(self, count: int) -> None:
-        """Take back all but the first so many tensors."""
-        del self.tensors[count:]
-
-    def finish(self) -> Storages:
-        """Say what was entered.
-
-        Raises:
-            OddTensor: a tensor was entered that can't travel.
-        """
-        try:
-            return self._finish()
-        except (Unsendable, RuntimeError) as error:
-            if self._careful:
-                raise
-            raise OddTensor from error
-
-    def _finish(self) -> Storages:
-        # What is not strided has no strides or no storage, and torch says so.
-        tensors, seen = self.tensors, self._look()
-        looks = seen.looks
-        if False in seen.on_cpu or True in seen.negs:
-            self._look_closely()
-        storages = list(map(torch.Tensor.untyped_storage, tensors))
-        held = list(map(torch.UntypedStorage.nbytes, storages))
-        spans = [look.span for look in looks]
-        places = cast(list[int], list(map(torch.Tensor.storage_offset, tensors)))
-        ends = spans
-        if any(places):
-            places = [place * look.form[1] for place, look in zip(places, looks, strict=True)]
-            ends = [place + span if span else 0 for place, span in zip(places, spans, strict=True)]
-        if any(map(gt, ends, held)):
-            self._look_closely()
-        addresses = list(map(torch.UntypedStorage.data_ptr, storages))
-        if self._traces.apart.of((addresses, held), lambda: _all_apart(addresses, held)):
-            # Each is alone, and its storage begins where it does.
-            numbers: Sequence[int] = range(len(tensors))
-            offsets: list[int] | None = None
-            devices: Iterable[torch.device] = repeat(CPU)
-            if False in seen.on_cpu:
-                devices = [CPU if tensor.is_cpu else tensor.device for tensor in tensors]
-            memories: list[Memory] = list(map(Memory, storages, places, devices))
-            sizes = spans
-        else:
-            owners = list(map(storage_id, storages))
-            sharing = self._traces.sharing.of(
-                (owners, addresses, held, seen.on_cpu, looks, places),
-                lambda: _shared(*_blocks(owners, addresses, held, seen.on_cpu), looks, places),
-            )
-            numbers, offsets, sizes = sharing.numbers, sharing.offsets, sharing.sizes
-            memories = [self._memory(*each) for each in zip(sharing.places, sharing.bases, strict=True)]
-        specs = self._traces.specs.of((seen, numbers, offsets), lambda: _specs(seen, numbers, offsets))
-        return Storages(specs, tuple(memories), self._traces.sizes.of(sizes, lambda: tuple(sizes)))
-
-    def _look(self) -> Looks:
-        """Look at all tensors that were not yet seen, and put together what all look like."""
-        parts: list[Looks] = []
-        end = between = 0
-        for start, looks in [*self._seen, (len(self.tensors), None)]:
-            if start > end:
-                sight, some = _nth(self._traces.between, between), self.tensors[end:start]
-                parts.append(sight.look(some))
-                between += 1
-            if looks is not None:
-                parts.append(looks)
-                end = start + len(looks.looks)
-        # Places that there are no more.
-        del self._traces.together[len(self._seen) :], self._traces.between[between:]
-        return joined(parts)
-
-    def _look_closely(self) -> None:
-        """Look at each tensor, because something is not as it nearly always is.
-
-        Raises:
-            Unsendable: one can't travel.
-        """
-        for tensor in self.tensors:
-            check_dense(tensor)
-
-    def _memory(self, place: _Place, base: int) -> Memory:
-        if place.tensor is None:
-            return memory_at(place.address, place.nbytes).at(base)
-        tensor = self.tensors[place.tensor]
-        return Memory(tensor.untyped_storage(), base, CPU if tensor.is_cpu else tensor.device)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise Unsendable(
+            f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''} can't be sent: "
+            "send the strided tensors that it is made of"
+        )
+    span = _layout(tensor.dtype, tensor.shape, tensor.stride())[-1]
+    if tensor.device.type == "meta":
+        raise Unsendable("a tensor on the meta device has no data: materialise it first")
+    if tensor.is_neg() and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise Unsendable(f"a {tensor.dtype} tensor with the neg bit set can't be sent: clone() it first")
+    if is_zerotensor(tensor):
+        raise Unsendable("a tensor of zeros that autograd made without data: clone() it first")
+    # Sharded training frees the storage of a parameter and keeps its shape. Viewing such a tensor as bytes
+    # would silently allocate new, uninitialized memory for it.
+    held = tensor.untyped_storage().nbytes()
+    needed = int(tensor.storage_offset()) * tensor.itemsize + span
+    if span and needed > held:
+        raise Unsendable(
+            f"a tensor of shape {list(tensor.shape)} whose storage holds {held} bytes of the {needed} "
+            "needed: its memory was freed. Gather it first, or leave it out"
+        )
 
 
-def _nth(sights: list[Sight], number: int) -> Sight:
-    if number == len(sights):
-        sights.append(Sight())
-    return sights[number]
+@lru_cache(maxsize=4096)
+def _layout(
+    dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+) -> tuple[str, int, tuple[int, ...], tuple[int, ...], int]:
+    """Return the first four fields of a TensorSpec, and the bytes from the first item to the last."""
+    name = dtype_name(dtype)
+    if name.startswith("q"):
+        raise Unsendable(
+            f"a quantized tensor ({dtype}) can't be sent: send .int_repr() with its scale and zero point, or "
+            ".dequantize()"
+        )
+    if len(shape) > MAX_DIMS:
+        raise Unsendable(f"a tensor of {len(shape)} dimensions can't be sent: the limit is {MAX_DIMS}")
+    sizes = tuple(shape)
+    return name, dtype.itemsize, sizes, stride, find_pattern(sizes, stride, dtype.itemsize).span_bytes
 
 
-def _specs(seen: Looks, numbers: Sequence[int], offsets: list[int] | None) -> tuple[TensorSpec, ...]:
-    """Say of each tensor what it is; without offsets they are 0."""
-    if not seen.looks:
-        return ()
-    forms = zip(*[look.form for look in seen.looks], strict=True)
-    rest = numbers, offsets or repeat(0), seen.conjs or repeat(False), seen.negs
-    return tuple(map(TensorSpec, *forms, *rest))
-
-
-def _all_apart(addresses: list[int], held: list[int]) -> bool:
-    """Say whether each tensor has memory of its own: no two have the same storage, or overlap."""
-    # Without torch's sort, which would be done wherever the user has torch do things by default.
+def _are_disjoint(addresses: list[int], held: list[int]) -> bool:
+    """Return whether no two tensors have the same torch storage, or storages that overlap."""
+    # Not with torch.sort, which would run on the user's default device.
     size_at = dict(zip(addresses, held, strict=True))
-    # Some that have no memory are all at 0, and are told apart one by one.
     if len(size_at) < len(addresses):
         return False
     starts = sorted(addresses)
     return all(map(le, map(add, starts, map(size_at.__getitem__, starts)), starts[1:]))
 
 
+class _Block(Struct, gc=False):
+    """One torch storage, the tensors that have it, and the largest item size among them."""
+
+    memory: Memory
+    address: int
+    nbytes: int
+    tensors: list[int] = []
+    itemsize: int = 1
+
+
 def _blocks(
-    owners: list[int], addresses: list[int], held: list[int], on_cpu: list[bool]
-) -> tuple[list[_Block], list[int]]:
-    """List the torch storages, each once, and for each tensor which one is its own."""
-    blocks: list[_Block] = []
-    known: dict[int, int] = {}
-    block_of: list[int] = []
-    for tensor, owner in enumerate(owners):
-        block = known.setdefault(owner, len(blocks))
-        if block == len(blocks):
-            blocks.append(_Block(addresses[tensor], held[tensor], on_cpu[tensor], tensor))
-        block_of.append(block)
-    return blocks, block_of
-
-
-def _shared(blocks: list[_Block], block_of: list[int], looks: list[Look], starts: list[int]) -> Sharing:
-    """Find out who shares memory. Each tensor starts somewhere in its block."""
-    homes, places = _homes(blocks, block_of, [look.form[1] for look in looks])
-    numbers: dict[int, int] = {}
-    units: list[int] = []
-    lows: list[int] = []
-    highs: list[int] = []
-    found: list[tuple[int, int]] = []
-    for block, look, start in zip(block_of, looks, starts, strict=True):
-        home = homes[block]
-        number = numbers.setdefault(home.place, len(units))
-        at = start + home.shift if look.span else _NOWHERE
-        if number == len(units):
-            units.append(home.unit)
-            lows.append(at)
-            highs.append(0)
-        if look.span:
-            lows[number] = min(lows[number], at)
-            highs[number] = max(highs[number], at + look.span)
-        found.append((number, at))
-    bases = [low // unit * unit if low < _NOWHERE else 0 for low, unit in zip(lows, units, strict=True)]
-    return Sharing(
-        [number for number, _ in found],
-        [at - bases[number] if at < _NOWHERE else 0 for number, at in found],
-        [max(high - base, 0) for high, base in zip(highs, bases, strict=True)],
-        [places[place] for place in numbers],
-        bases,
-    )
-
-
-_NOWHERE = 1 << 64
-
-
-def _homes(
-    blocks: list[_Block], block_of: list[int], itemsizes: list[int]
-) -> tuple[list[_Home], list[_Place]]:
-    """Find a home for each block: in the same place for blocks in the same memory."""
-    widest = [1] * len(blocks)
-    for number, itemsize in zip(block_of, itemsizes, strict=True):
-        widest[number] = max(widest[number], itemsize)
-    places = [_Place(block.first) for block in blocks]
-    homes = [_Home(number, 0, unit) for number, unit in enumerate(widest)]
-    cluster: list[int] = []
-    end = 0
-    for number in sorted(range(len(blocks)), key=lambda n: blocks[n].address):
-        block = blocks[number]
-        if not block.nbytes or not block.on_cpu:
-            continue
-        if block.address >= end:
-            _share(blocks, widest, cluster, homes, places)
-            cluster = []
-        cluster.append(number)
-        end = max(end, block.address + block.nbytes)
-    _share(blocks, widest, cluster, homes, places)
-    return homes, places
+    memories: Sequence[Memory], addresses: Sequence[int], held: Sequence[int], itemsizes: Sequence[int]
+) -> Iterable[_Block]:
+    """List the torch storages of tensors, each once."""
+    blocks: dict[int, _Block] = {}
+    for number, memory in enumerate(memories):
+        owner = storage_id(memory.storage)
+        block = blocks.get(owner)
+        if block is None:
+            block = blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
+        block.tensors.append(number)
+        block.itemsize = max(block.itemsize, itemsizes[number])
+    return blocks.values()
 
 
 def _share(
-    blocks: list[_Block], widest: list[int], cluster: list[int], homes: list[_Home], places: list[_Place]
-) -> None:
-    """Give blocks that overlap, in order of address, one home: or as few as their items allow."""
-    while len(cluster) > 1:
-        # Items must lie at multiples of their size from the storage's start, or no tensor could see them. So
-        # it starts at a multiple of ITEM_BYTES, unless the widest items are not aligned themselves.
-        leader = max(cluster, key=lambda n: widest[n])
-        astray = blocks[leader].address % widest[leader]
-        group = [n for n in cluster if (blocks[n].address - astray) % widest[n] == 0]
-        cluster = [n for n in cluster if (blocks[n].address - astray) % widest[n]]
-        if len(group) < 2:
+    blocks: Iterable[_Block], starts: Sequence[int], spans: Sequence[int]
+) -> tuple[list[int], list[int], list[Memory], list[int]]:
+    """Return each tensor's storage and offset in it, and each storage's memory and size."""
+    owners, offsets = [0] * len(starts), [0] * len(starts)
+    memories: list[Memory] = []
+    sizes: list[int] = []
+    # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
+    for group in sorted(_groups(blocks), key=lambda group: min(block.tensors[0] for block in group)):
+        memory, address, alignment = _common_memory(group)
+        places = {n: block.address - address + starts[n] for block in group for n in block.tensors}
+        used = {number: place for number, place in places.items() if spans[number]}
+        low = min(used.values(), default=0)
+        base = low - low % alignment
+        for number in places:
+            owners[number] = len(memories)
+        for number, place in used.items():
+            offsets[number] = place - base
+        memories.append(memory.at(base))
+        sizes.append(max((place + spans[number] for number, place in used.items()), default=base) - base)
+    return owners, offsets, memories, sizes
+
+
+def _common_memory(group: Sequence[_Block]) -> tuple[Memory, int, int]:
+    """Return memory that covers a group, its address, and the alignment of a storage in it."""
+    if len(group) == 1:
+        return group[0].memory, group[0].address, group[0].itemsize
+    # The bytes before the first block are never read or written.
+    first = min(block.address for block in group)
+    start = first - (first - _misalignment(group)) % ITEM_BYTES
+    end = max(block.address + block.nbytes for block in group)
+    return memory_at(start, end - start), start, ITEM_BYTES
+
+
+def _misalignment(blocks: Sequence[_Block]) -> int:
+    """Return how many bytes after a multiple of their size the largest items lie."""
+    largest = max(blocks, key=lambda block: block.itemsize)
+    return largest.address % largest.itemsize
+
+
+def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
+
+    An item must lie at a multiple of its size from the start of its storage, or no tensor can view it.
+    """
+    for cluster in _overlapping(blocks):
+        while cluster:
+            misaligned = _misalignment(cluster)
+            yield [block for block in cluster if (block.address - misaligned) % block.itemsize == 0]
+            cluster = [block for block in cluster if (block.address - misaligned) % block.itemsize]
+
+
+def _overlapping(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Group blocks of CPU memory that overlap, by address. Any other block is a group of its own."""
+    cluster: list[_Block] = []
+    end = 0
+    for block in sorted(blocks, key=lambda block: block.address):
+        if not block.nbytes or block.memory.device is not CPU:
+            yield [block]
             continue
-        first = blocks[group[0]].address
-        start = first - (first - astray) % ITEM_BYTES
-        # What lies before the first block is only counted from, and never read or written.
-        end = max(blocks[n].address + blocks[n].nbytes for n in group)
-        places.append(_Place(None, start, end - start))
-        for number in group:
-            homes[number] = _Home(len(places) - 1, blocks[number].address - start, ITEM_BYTES)
+        if cluster and block.address >= end:
+            yield cluster
+            cluster = []
+        cluster.append(block)
+        end = max(end, block.address + block.nbytes)
+    if cluster:
+        yield cluster

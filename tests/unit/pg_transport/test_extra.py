@@ -216,7 +216,7 @@ def test_fresh_puts_a_leaf_where_the_local_state_has_an_empty_container(strict: 
 def test_what_no_local_container_can_hold_is_a_mismatch_and_not_the_peer_s_fault() -> None:
     state = {"w": torch.ones(1), "a": {"x": 1, "y": 2, "z": 3}, "d": [1, 2, 3]}
     for local in ({"a": Point(1, 2)}, {"d": deque([1, 2], maxlen=2)}):
-        with pytest.raises(StateMismatch, match="no container for what both sides have"):
+        with pytest.raises(StateMismatch, match="no container can hold the keys of both sides"):
             Ends({"w": torch.zeros(1), **local}, strict=False, extra="fresh").transfer(state)
 
 

@@ -1,4 +1,4 @@
-"""What a peer sent is built only if it is sound; what is malformed is refused, by its path."""
+"""An invalid leaf or container from a peer raises an error that names its path."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
     try:
         return receive_state(network.link(1), 0, terms)[0]
     finally:
-        assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
+        assert not any(network._boxes.values()), "the receiver left messages of the sender in the network"
 
 
 def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object = None) -> Leaf:
-    """Describe a leaf; what is more than a scalar is packed."""
+    """Describe a leaf. A form that is a dict is packed."""
     forms = [Special(FORM, pack(form)) if isinstance(form, dict) else form for form in (fixed, traits)]
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 
-SPREAD = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
+PLACED = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
 TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
-SOUND = {
+VALID = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
     "dtensor": (
         leaf(
             "dtensor",
             (0,),
-            SPREAD,
+            PLACED,
             TRAITS,
         ),
         WORDS,
@@ -70,9 +70,9 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_the_examples_are_sound_until_they_are_changed(name: str) -> None:
-    assert "odd" in receive(*SOUND[name])["model"]
+@pytest.mark.parametrize("name", VALID)
+def test_the_valid_examples_are_received(name: str) -> None:
+    assert "odd" in receive(*VALID[name])["model"]
 
 
 SPARSE_FORM = {"layout": "torch.sparse_coo", "size": [2, 2]}
@@ -87,17 +87,17 @@ MALFORMED = {
     "a sparse of a size that fits nothing": leaf(
         "sparse", (0, 0), {"layout": "torch.sparse_coo", "size": [2]}, {"grad": 0, "coalesced": True}
     ),
-    "a sparse of a layout that is not known": leaf(
+    "a sparse of an unknown layout": leaf(
         "compressed", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
     ),
-    "a dtensor without mesh": leaf("dtensor", (0,), SPREAD, {"grad": 0, "stride": [2, 1], "mesh": None}),
-    "a dtensor on a mesh that can't be": leaf(
+    "a dtensor without mesh": leaf("dtensor", (0,), PLACED, {"grad": 0, "stride": [2, 1], "mesh": None}),
+    "a dtensor on an impossible mesh": leaf(
         "dtensor",
         (0,),
-        SPREAD,
+        PLACED,
         {"grad": 0, "stride": [2, 1], "mesh": {**MESH, "sizes": [[7], [3]]}},
     ),
-    "a dtensor of a placement that is not known": leaf(
+    "a dtensor of an unknown placement": leaf(
         "dtensor",
         (0,),
         {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2], "position": None},
@@ -109,7 +109,7 @@ MALFORMED = {
         {"size": [4, 2], "shards": []},
         {"all": [], "dtype": Special(33, b""), "requires_grad": False, "memory_format": None},
     ),
-    "an ndarray of a dtype that is none": leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
+    "an ndarray of an unknown dtype": leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
     "an ndarray of objects": leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, True),
     "an ndarray of another item size": leaf("ndarray", (0,), {"dtype": "<i4", "backwards": []}, True),
     "an ndarray without traits": leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
@@ -119,7 +119,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_leaf_is_refused_by_its_path(name: str) -> None:
+def test_a_malformed_leaf_raises_an_error_that_names_its_path(name: str) -> None:
     leaf = MALFORMED[name]
     tensors = [BYTES if leaf.kind == "ndarray" else WORDS] if leaf.parts or leaf.kind == "tensor" else []
     with pytest.raises(BadManifest, match=r"^model\.odd: ") as raised:
@@ -127,7 +127,7 @@ def test_a_malformed_leaf_is_refused_by_its_path(name: str) -> None:
     assert (raised.value.path, raised.value.peer) == ("model.odd", 0)
 
 
-def test_in_place_a_malformed_leaf_is_refused_before_anything_is_written() -> None:
+def test_in_place_a_malformed_leaf_raises_before_anything_is_written() -> None:
     local = torch.eye(2, dtype=torch.int64).to_sparse()
     before = local.to_dense()
     form = {"layout": "torch.sparse_coo", "size": [2, 2]}
@@ -151,7 +151,7 @@ def test_in_place_a_malformed_leaf_is_refused_before_anything_is_written() -> No
     ],
     ids=lambda branch: f"{branch.kind} {branch.extra}",
 )
-def test_a_malformed_container_is_refused_and_names_nothing_that_is_imported(branch: Branch) -> None:
+def test_a_malformed_container_raises_and_imports_nothing(branch: Branch) -> None:
     manifest = Manifest(~0, (branch,), (Leaf("value"),), (), ())
     frame = encode(Frame(manifest, 1 << 20))
     network = MemoryNetwork()

@@ -1,12 +1,16 @@
-"""Who shares memory with whom: each byte travels once, and what was one storage stays one."""
+"""Storages: every byte is sent once, and tensors that share memory still share it afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
@@ -86,7 +90,7 @@ def test_a_small_view_of_a_large_storage_costs_only_itself_on_both_sides() -> No
     assert ferried.state["slice"].untyped_storage().nbytes() == 16
 
 
-def test_a_storage_that_is_no_multiple_of_the_item_size_is_no_trouble() -> None:
+def test_a_storage_whose_size_is_not_a_multiple_of_the_item_size_arrives() -> None:
     raw = torch.arange(11, dtype=torch.uint8)
     state = {"words": raw[:8].view(torch.int32), "raw": raw}
     ferried = transfer(state)
@@ -102,8 +106,8 @@ def test_an_array_and_the_tensor_made_from_it_share_their_bytes() -> None:
     assert ferried.state["array"][3] == 42
 
 
-def test_memory_that_two_owners_see_from_different_places_is_still_sent_once() -> None:
-    """Eight bytes in, which is no multiple of the largest item that torch has."""
+def test_memory_that_two_owners_view_from_different_addresses_is_sent_once() -> None:
+    """The tail starts at byte 8, which is not a multiple of the largest item size."""
     array = numpy.arange(10.0)
     ferried = transfer({"array": array, "tail": torch.from_numpy(array[1:]), "bytes": array.view("u1")[3:9]})
     assert ferried.payload_bytes == 80
@@ -114,7 +118,7 @@ def test_memory_that_two_owners_see_from_different_places_is_still_sent_once() -
     )
 
 
-def test_memory_in_which_the_items_of_one_owner_have_no_place_for_the_other_still_arrives() -> None:
+def test_overlapping_memory_whose_items_are_not_aligned_to_each_other_still_arrives() -> None:
     raw = numpy.arange(40, dtype=numpy.uint8)
     odd = torch.frombuffer(raw.data, dtype=torch.int64, offset=4, count=4)
     state = {"words": torch.from_numpy(raw.view("i8")), "odd": odd}
@@ -123,8 +127,8 @@ def test_memory_in_which_the_items_of_one_owner_have_no_place_for_the_other_stil
     assert torch.equal(received["odd"], state["odd"])
 
 
-def test_views_that_begin_anywhere_in_shared_memory_share_it_whatever_the_size_of_their_items() -> None:
-    """The first begins eight bytes in, where no item of sixteen could."""
+def test_views_that_start_anywhere_in_shared_memory_share_it_for_every_item_size() -> None:
+    """The first view starts at byte 8, where an item of 16 bytes can't start."""
     array = torch.arange(10.0, dtype=torch.float64).numpy()
     state = {"tail": torch.from_numpy(array[1:]), "pairs": torch.from_numpy(array[2:].view("c16"))}
     ferried = transfer(state)
@@ -144,7 +148,7 @@ def test_an_array_that_is_not_aligned_and_its_tensor_share_their_bytes(first: st
     assert ferried.state["array"][3] == 42
 
 
-def test_views_share_their_bytes_though_another_one_there_can_not() -> None:
+def test_aligned_views_share_their_bytes_although_a_third_view_there_is_misaligned() -> None:
     raw = numpy.arange(64, dtype="u1")
     state = {
         "odd": torch.frombuffer(raw.data, dtype=torch.int64, offset=4, count=7),
@@ -159,7 +163,7 @@ def test_views_share_their_bytes_though_another_one_there_can_not() -> None:
     assert ferried.state["two"][0] == 42
 
 
-def test_an_array_that_is_aligned_arrives_so_whatever_shares_its_memory() -> None:
+def test_an_aligned_array_arrives_aligned_whatever_shares_its_memory() -> None:
     raw = torch.arange(64, dtype=torch.uint8).numpy()
     alone = raw[3:][5:13].view("f8")
     state = {"bytes": raw[3:30], "words": raw[8:24].view("f8"), "tensor": torch.from_numpy(raw[5:40])}
@@ -183,8 +187,8 @@ def test_shared_memory_lands_in_shared_memory_of_another_alignment(theirs: int, 
     assert set(local[:ours]) | set(local[ours + 32 :]) == {255}
 
 
-def test_a_local_storage_seen_by_an_array_and_a_tensor_can_not_take_two_values() -> None:
-    """Written through both, one of the two values would be lost without a word."""
+def test_a_local_storage_of_an_array_and_a_tensor_can_not_receive_two_values() -> None:
+    """If both were written, one of the two values would be lost silently."""
     array = numpy.zeros(4)
     local = {"array": array, "tail": torch.from_numpy(array[1:])}
     with pytest.raises(StateMismatch, match="shares local memory"):
@@ -192,7 +196,7 @@ def test_a_local_storage_seen_by_an_array_and_a_tensor_can_not_take_two_values()
     assert array.tolist() == [0, 0, 0, 0]
 
 
-def test_an_empty_view_does_not_bring_its_storage_along() -> None:
+def test_an_empty_view_does_not_add_bytes_to_its_storage() -> None:
     base = torch.zeros(1000)
     ferried = transfer({"none": base[10:10], "some": base[20:22]})
     assert_same({"none": base[10:10], "some": base[20:22]}, ferried.state)
@@ -200,7 +204,7 @@ def test_an_empty_view_does_not_bring_its_storage_along() -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_where_torch_does_things_by_default_is_no_matter(device: str) -> None:
+def test_the_default_device_of_torch_makes_no_difference(device: str) -> None:
     state = {str(n): torch.full((10,), float(n)) for n in range(100)}
     with torch.device(device):
         described = describe(state)
@@ -208,7 +212,7 @@ def test_where_torch_does_things_by_default_is_no_matter(device: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 100])
-def test_memory_that_is_freed_after_all_is_an_error_and_stays_freed(count: int) -> None:
+def test_memory_that_is_freed_after_describing_raises_and_stays_freed(count: int) -> None:
     state = [torch.full((1000,), float(n)) for n in range(count)]
     described = describe(state)
     pieces = make_plan(described.manifest).extents
@@ -221,7 +225,7 @@ def test_memory_that_is_freed_after_all_is_an_error_and_stays_freed(count: int) 
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cpu")], ids=["by address", "by torch"])
-def test_a_few_bytes_are_read_where_they_lie_and_not_where_they_were(device: torch.device) -> None:
+def test_peek_reads_bytes_and_raises_if_their_memory_was_freed(device: torch.device) -> None:
     tensor = torch.arange(100, dtype=torch.uint8)
     memory = Memory(tensor.untyped_storage(), 10, device)
     assert peek(memory, Extent(0, 5, 4)) == bytes([15, 16, 17, 18])
@@ -231,3 +235,44 @@ def test_a_few_bytes_are_read_where_they_lie_and_not_where_they_were(device: tor
     tensor.untyped_storage().resize_(0)
     with pytest.raises(StateError, match="freed during the transfer"):
         peek(memory, Extent(0, 5, 4))
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.ones(2, 3),
+    "another plain": lambda: torch.zeros(2, 3),
+    "shape": lambda: torch.ones(3, 2),
+    "flat": lambda: torch.ones(6),
+    "strides": lambda: torch.ones(3, 2).t(),
+    "strides with gaps": lambda: torch.ones(2, 6)[:, ::2],
+    "rows with gaps": lambda: torch.ones(2, 6)[:, :3],
+    "expanded": lambda: torch.ones(1, 3).expand(2, 3),
+    "offset": lambda: torch.ones(12)[6:].view(2, 3),
+    "dtype": lambda: torch.ones(2, 3, dtype=torch.int32),
+    "half": lambda: torch.ones(2, 3, dtype=torch.bfloat16),
+    "bool": lambda: torch.ones(2, 3, dtype=torch.bool),
+    "complex": lambda: torch.ones(2, 3, dtype=torch.complex64),
+    "conj": lambda: torch.ones(2, 3, dtype=torch.complex64).conj(),
+    "neg": lambda: torch._neg_view(torch.ones(2, 3)),
+    "neg of complex": lambda: torch._neg_view(torch.ones(2, 3, dtype=torch.complex64)),
+    "scalar": lambda: torch.ones(()),
+    "empty": lambda: torch.ones(0, 3),
+    "grad": lambda: torch.ones(2, 3, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2, 3)),
+    "frozen": lambda: torch.nn.Parameter(torch.ones(2, 3), requires_grad=False),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=40))
+def test_tensors_that_are_described_together_are_described_as_each_alone(names: list[str]) -> None:
+    tensors = [TENSORS[name]() for name in names]
+    together = describe(tensors).manifest
+    alone = [describe([tensor]).manifest for tensor in tensors]
+    assert [replace(spec, storage=0) for spec in together.tensors] == [each.tensors[0] for each in alone]
+    assert [spec.storage for spec in together.tensors] == list(range(len(tensors)))
+    assert list(together.storages) == [each.storages[0] for each in alone]
+    assert [replace(leaf, parts=(0,)) for leaf in together.leaves] == [each.leaves[0] for each in alone]
+
+
+def test_two_empty_tensors_of_one_storage_still_have_one_storage() -> None:
+    empty = torch.empty(0)
+    assert len(describe([empty, empty.view(0, 3), torch.empty(0)]).manifest.storages) == 2
