@@ -7,9 +7,9 @@ kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -40,10 +40,13 @@ class MeshLayout(NamedTuple):
         """
         if rank not in self.ranks:
             return None
-        position = self.ranks.index(rank)
-        return tuple(
-            _along(position, sizes, strides) for sizes, strides in zip(self.sizes, self.strides, strict=True)
-        )
+        position, found = self.ranks.index(rank), []
+        for sizes, strides in zip(self.sizes, self.strides, strict=True):
+            index = 0
+            for size, stride in zip(sizes, strides, strict=True):
+                index = index * size + _index_along(position, size, stride)
+            found.append(index)
+        return tuple(found)
 
     def row(self, rank: int, dim: int) -> list[int]:
         """List the ranks that share all coordinates but one with a rank of the mesh.
@@ -51,36 +54,24 @@ class MeshLayout(NamedTuple):
         >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).row(2, dim=0)
         [0, 2]
         """
-        start = self._origin(rank, [dim])
-        return [self.ranks[start + step] for step in _steps(self.sizes[dim], self.strides[dim])]
+        return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
 
     def block(self, rank: int) -> list[int]:
         """List the ranks of the slice that contains a rank; of the first slice if none does."""
-        start = self._origin(rank, range(len(self.sizes))) if rank in self.ranks else 0
-        sizes = [size for dim in self.sizes for size in dim]
-        strides = [stride for dim in self.strides for stride in dim]
-        return [self.ranks[start + step] for step in _steps(sizes, strides)]
+        return self._ranks_around(rank, chain(*self.sizes), chain(*self.strides))
 
-    def _origin(self, rank: int, dims: Sequence[int]) -> int:
-        position = self.ranks.index(rank)
-        for dim in dims:
-            for size, stride in zip(self.sizes[dim], self.strides[dim], strict=True):
-                position -= position // stride % size * stride
-        return position
+    def _ranks_around(self, rank: int, sizes: Iterable[int], strides: Iterable[int]) -> list[int]:
+        start = self.ranks.index(rank) if rank in self.ranks else 0
+        offsets = [0]
+        for size, stride in zip(sizes, strides, strict=True):
+            start -= _index_along(start, size, stride) * stride
+            offsets = [offset + index * stride for offset in offsets for index in range(size)]
+        return [self.ranks[start + offset] for offset in offsets]
 
 
-def _along(position: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
-    place = 0
-    for size, stride in zip(sizes, strides, strict=True):
-        place = place * size + position // stride % size
-    return place
-
-
-def _steps(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    found = [0]
-    for size, stride in zip(sizes, strides, strict=True):
-        found = [step + number * stride for step in found for number in range(size)]
-    return found
+def _index_along(position: int, size: int, stride: int) -> int:
+    # A dimension of size 1 may have stride 0.
+    return position // stride % size if size > 1 else 0
 
 
 def layout_of(mesh: DeviceMesh) -> MeshLayout:
@@ -104,16 +95,15 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
 
 def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
     root, dims = _root_of(mesh)
-    strides = [prod(root.shape[dim + 1 :]) for dim in dims]
     return MeshLayout(
         tuple(root.mesh.flatten().tolist()),
         tuple((int(root.shape[dim]),) for dim in dims),
-        tuple((stride,) for stride in strides),
+        tuple((prod(root.shape[dim + 1 :]),) for dim in dims),
     )
 
 
 def _root_of(mesh: DeviceMesh) -> tuple[DeviceMesh, Sequence[int]]:
-    """Find the mesh that a mesh was sliced from, and the slice's dimensions in it."""
+    """Return the mesh that a mesh was sliced from, and the slice's dimensions in it."""
     with suppress(Exception):
         from torch.distributed.device_mesh import _mesh_resources
 
@@ -183,14 +173,14 @@ def _layout_by_tuples(layout: MeshLayout) -> Any:
     return _MeshLayout(sizes, strides)  # type: ignore[call-arg,arg-type]
 
 
-def give_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
+def set_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
     """Attach a process group to each dimension of a mesh. Collectives raise on a mesh without them."""
     mesh._dim_group_names = [group.group_name for group in groups]
     if hasattr(mesh, "_pg_registry"):
         mesh._pg_registry = {group.group_name: group for group in groups}
 
 
-def living_groups() -> list[Any]:
+def process_groups() -> list[Any]:
     """List the process groups of this process. Without torch's `_world`, only the default group."""
     with suppress(ImportError, AttributeError):
         from torch.distributed.distributed_c10d import _world
@@ -218,49 +208,33 @@ def make_dtensor(
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def local_part(tensor: Any) -> torch.Tensor:
+def local_tensor_of(tensor: Any) -> torch.Tensor:
     """Return the local tensor of a DTensor. Without `_local_tensor`, a view of it."""
     found = getattr(tensor, "_local_tensor", None)
     return found if isinstance(found, torch.Tensor) else tensor.detach().to_local()
 
 
-def strided_shard() -> Any:
+def strided_shard_class() -> Any:
     """Return the class `_StridedShard`. Without it, a class that no placement is an instance of."""
     try:
         from torch.distributed.tensor.placement_types import _StridedShard
     except ImportError:
-        return _NoStridedShard
+        return type("_NoStridedShard", (), {})
     return _StridedShard
 
 
-class _NoStridedShard:
-    """Replaces `_StridedShard` in a torch that does not have it."""
-
-
-class ShardedTensors(NamedTuple):
-    """The classes of torch's private package for ShardedTensors."""
-
-    shard: Any
-    shard_metadata: Any
-    tensor: Any
-    tensor_metadata: Any
-    tensor_properties: Any
-
-
-@cache
-def sharded_tensors() -> ShardedTensors:
-    """Return the classes that ShardedTensors are built with.
+def sharded_tensor_module() -> Any:
+    """Return torch's private package for ShardedTensors.
 
     Raises:
         ImportError: this torch has no ShardedTensor.
     """
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard import sharded_tensor
 
-    return ShardedTensors(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties)
+    return sharded_tensor
 
 
-def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
+def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
     """Create a ShardedTensor from local shards and the metadata of the whole tensor.
 
     It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
@@ -269,26 +243,25 @@ def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
     Raises:
         ImportError: this torch has no ShardedTensor.
     """
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
     from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 
-    properties = whole.tensor_properties
+    properties = metadata.tensor_properties
     built: Any = ShardedTensorBase.__new__(
         ShardedTensor,
-        _infer_sharding_spec_from_shards_metadata(whole.shards_metadata),
-        whole.size,
+        _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata),
+        metadata.size,
         dtype=properties.dtype,
         layout=torch.strided,
         pin_memory=False,
         requires_grad=properties.requires_grad,
     )
     built._local_shards = shards
-    built._metadata = whole
+    built._metadata = metadata
     if dist.is_initialized():
         built._prepare_init()
     else:
-        built._process_group = None  # for what needs none: without it, even size() fails
+        built._process_group = None  # size() reads it
     return built
 
 
@@ -324,8 +297,7 @@ def backend_name(backend: Any) -> str | None:
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor with the neg bit flipped. Without `_neg_view`, a negated copy."""
-    view: Callable[[torch.Tensor], torch.Tensor] | None = getattr(torch, "_neg_view", None)
-    return -tensor if view is None else view(tensor)
+    return torch._neg_view(tensor) if hasattr(torch, "_neg_view") else -tensor
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -335,8 +307,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 def is_zerotensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros without memory. Without `_is_zerotensor`, False."""
-    ask = getattr(tensor, "_is_zerotensor", None)
-    return ask is not None and bool(ask())
+    return hasattr(tensor, "_is_zerotensor") and tensor._is_zerotensor()
 
 
 UNCOUNTED = -1
@@ -370,46 +341,3 @@ def set_coalesced(tensor: torch.Tensor, coalesced: bool) -> None:
     """Set whether a COO tensor is coalesced. Without `_coalesced_`, nothing changes."""
     with suppress(AttributeError), torch.no_grad():
         tensor._coalesced_(coalesced)
-
-
-def check_coo(tensor: torch.Tensor, coalesced: bool) -> None:
-    """Check the indices of a COO tensor. Without torch's own check, by creating another tensor from them.
-
-    Raises:
-        RuntimeError: an index is out of range.
-    """
-    indices, values = coo_members(tensor.detach())
-    check = getattr(torch, "_validate_sparse_coo_tensor_args", None)
-    if check is not None:
-        check(indices, values, tensor.shape, coalesced)
-    else:
-        torch.sparse_coo_tensor(
-            indices,
-            values,
-            tensor.shape,
-            is_coalesced=coalesced,
-            check_invariants=True,
-            device=values.device,
-        )
-
-
-def check_compressed(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
-    """Check the indices of a compressed tensor. Without torch's own check, by creating another tensor.
-
-    Raises:
-        RuntimeError: an index is out of range.
-    """
-    check = getattr(torch, "_validate_sparse_compressed_tensor_args", None)
-    if check is not None:
-        check(*members, tensor.shape, tensor.layout)
-    else:
-        compressed, plain, values = members
-        torch.sparse_compressed_tensor(
-            compressed,
-            plain,
-            values,
-            tensor.shape,
-            layout=tensor.layout,
-            check_invariants=True,
-            device=values.device,
-        )

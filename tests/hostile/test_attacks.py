@@ -33,7 +33,7 @@ from torchferry.pg_transport.pickled import decode_any
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
 from torchferry.tensors.fresh import Fresh, Layout
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.testing import MemoryNetwork
 
 FAMILIES = (envelopes, extents, kinds, pickles, trees, values)
@@ -88,8 +88,8 @@ def _peak_bytes(*, reset: bool = True) -> int:
 def take_apart(frame: bytes) -> None:
     """Do all that a receiver does with a frame before the payload."""
     envelope = decode_any(frame, allow_pickle=False)
-    _plan(envelope, Target(None, Site(), Recall()))
-    prepare(envelope.manifest, Site())
+    _plan(envelope, Target(None, RebuildContext(), Recall()))
+    prepare(envelope.manifest, RebuildContext())
     Fresh(Layout(envelope.manifest)).set_aside(range(len(envelope.manifest.storages)))
 
 
@@ -235,7 +235,7 @@ def test_what_a_frame_takes_in_memory_is_bounded_by_its_length(place: str) -> No
         tracemalloc.start()
         try:
             with suppress(FerryError):
-                prepare(decode_any(frame, allow_pickle=False).manifest, Site())
+                prepare(decode_any(frame, allow_pickle=False).manifest, RebuildContext())
             times = tracemalloc.get_traced_memory()[1] / len(frame)
         finally:
             tracemalloc.stop()

@@ -37,7 +37,7 @@ from torchferry.tensors.assemble import (
 )
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.fresh import Fresh, Layout
-from torchferry.tensors.kinds import Site, look_at
+from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.landing import Ground
 from torchferry.tensors.pages import HugePages
 
@@ -51,7 +51,7 @@ class Target:
     So what follows from that is worked out beforehand. What arrives fresh is compared with what arrived last.
     """
 
-    def __init__(self, target: Callable[[], object] | None, site: Site, recall: Recall) -> None:
+    def __init__(self, target: Callable[[], object] | None, site: RebuildContext, recall: Recall) -> None:
         self.site = site
         self.known: Known | None = recall.arrived if target is None else None
         self._recall = recall
@@ -196,7 +196,7 @@ def _in_place(
     site = target.site
     if extra != "drop":
         prepared = target.prepare(manifest)
-    comparison = compare(manifest, local.manifest, look_at, strict=strict, extra=extra)
+    comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra)
     mismatches = list(comparison.mismatches)
     fresh: set[int] = set()
     if extra == "fresh":

@@ -18,7 +18,7 @@ from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, Plan, make_plan
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Layout
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.tensors.storages import Traces
 
 MOST_ITEMS = 1 << 19
@@ -61,7 +61,7 @@ class Recall:
             described = replace(described, manifest=self._known.manifest)
         return described, self._known
 
-    def prepare(self, manifest: Manifest, site: Site) -> Prepared:
+    def prepare(self, manifest: Manifest, site: RebuildContext) -> Prepared:
         """Prepare a manifest for being built, as `prepare` does, unless that was done for the last one.
 
         Raises:

@@ -44,7 +44,7 @@ from torchferry.errors import (
     StepMismatch,
 )
 from torchferry.links.base import Link
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Pull:
     target: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
-    site: Site = field(default_factory=Site)
+    site: RebuildContext = field(default_factory=RebuildContext)
     decode: Callable[[bytes, Known | None], Envelope] = decode
     window_bytes: int = WINDOW_BYTES
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES

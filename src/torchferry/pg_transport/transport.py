@@ -18,7 +18,7 @@ from torchferry.engine import Pull, Push, group_of, pull, push
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, is_lasting, rank_in, size_of
 from torchferry.pg_transport.pickled import decode_any, dump_leaf, load_leaf
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.torch_internals import backend_of
 
 
@@ -99,7 +99,7 @@ class PGTransport:
         self._relay = _flag(relay, "relay")
         self._max_metadata_bytes = _most_bytes(max_metadata_bytes)
         self._pickle = dump_leaf if _flag(allow_pickle, "allow_pickle") else None
-        self._site = Site(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
+        self._site = RebuildContext(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
         self._decode = partial(decode_any, allow_pickle=allow_pickle)
 
     def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:

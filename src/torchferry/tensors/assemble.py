@@ -15,10 +15,10 @@ from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
-from torchferry.tensors.branches import Container
+from torchferry.tensors.containers import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import Fresh
-from torchferry.tensors.kinds import Misfit, Site, check_form, kind_named
+from torchferry.tensors.kinds import Misfit, RebuildContext, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
@@ -36,7 +36,7 @@ class Prepared:
     values: dict[int, object]
 
 
-def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = None) -> Prepared:
+def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build what arrives, and decode all that is not payload.
 
     With `only`, of these leaves: the others are dropped, and the tree is not theirs, so that it does not
@@ -106,7 +106,7 @@ def _at(path: Path, error: FerryError) -> FerryError:
     return error
 
 
-def _unpickle(data: object, site: Site) -> object:
+def _unpickle(data: object, site: RebuildContext) -> object:
     if site.unpickle is None or not isinstance(data, bytes):
         raise PickleRefused(
             "this leaf is pickled, and loading it could run the sender's code. Where the sender is "
@@ -115,7 +115,7 @@ def _unpickle(data: object, site: Site) -> object:
     return site.unpickle(data)
 
 
-def assemble_fresh(prepared: Prepared, fresh: Fresh, site: Site) -> object:
+def assemble_fresh(prepared: Prepared, fresh: Fresh, site: RebuildContext) -> object:
     """Build the state that arrived, in memory of its own.
 
     Raises:
@@ -190,7 +190,7 @@ def shape_in_place(prepared: Prepared, local: Manifest, *, strict: bool, extra: 
         raise StateMismatch([mismatch]) from None
 
 
-def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
+def misfits(manifest: Manifest, numbers: Iterable[int], site: RebuildContext) -> list[Mismatch]:
     """List the leaves that can't be rebuilt in this process, such as the shard of another position."""
     found: dict[int, Misfit] = {}
     for number in numbers:
@@ -231,7 +231,7 @@ def assemble_in_place(
     target: Description,
     comparison: Comparison,
     shape: Shape,
-    site: Site,
+    site: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
     """Build the state that arrived around the local tensors that took its bytes.
@@ -266,7 +266,9 @@ def assemble_in_place(
     return rebuild_places(shape.manifest, placed, _builder(shape.containers))
 
 
-def _built_fresh(prepared: Prepared, number: int, site: Site, memory_of: Callable[[int], Memory]) -> object:
+def _built_fresh(
+    prepared: Prepared, number: int, site: RebuildContext, memory_of: Callable[[int], Memory]
+) -> object:
     if number in prepared.values:
         return prepared.values[number]
     manifest = prepared.manifest
@@ -284,6 +286,6 @@ def _arrived(prepared: Prepared, target: Description, incoming: int, local: int)
         return prepared.values[incoming]
     leaf = prepared.manifest.leaves[incoming]
     try:
-        return _made(leaf.kind, kind_named(leaf.kind).adopt, leaf, target.values[local])
+        return _made(leaf.kind, kind_named(leaf.kind).finish_in_place, leaf, target.values[local])
     except FerryError as error:
         raise _at(path_of(prepared.manifest, incoming), error) from None

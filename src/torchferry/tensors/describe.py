@@ -15,7 +15,7 @@ import torch
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
-from torchferry.tensors.branches import Opened, open_branch
+from torchferry.tensors.containers import ContainerParts, take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
@@ -23,7 +23,7 @@ from torchferry.tensors.looks import PLAIN, Looks, OddTensor, Sight
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import StorageTable, Traces
 from torchferry.tensors.values import to_wire
-from torchferry.tensors.writable import READ_ONLY, holds_tensors, read_only, why_not_written
+from torchferry.tensors.writable import READ_ONLY, find_read_only, holds_tensors, why_not_written
 from torchferry.torch_internals import UNCOUNTED, versions_of
 
 
@@ -78,7 +78,7 @@ def describe_target(state: object, *, traces: Traces | None = None) -> Descripti
     """
     found = _describe(state, _opaque, traces)
     tensors, leaves = found.manifest.tensors, found.manifest.leaves
-    unwritable = set(read_only(found.memories))
+    unwritable = set(find_read_only(found.memories))
     if not unwritable and not found.uncounted:
         # No memory is read-only, and there are no ndarrays that could be.
         return found
@@ -189,7 +189,7 @@ class _Describer:
     def _walk(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe a value that is perhaps a container; the path is its own, and so is its length."""
         try:
-            opened = None if type(value) in PLAIN else open_branch(value)
+            opened = None if type(value) in PLAIN else take_apart(value)
             if opened is None:
                 return self._leaf(value)
             keys = None if opened.keys is None else _keys_to_wire(opened.keys)
@@ -272,7 +272,7 @@ class _Describer:
         return len(self._leaves) - 1
 
 
-def _names_of(opened: Opened) -> Sequence[object]:
+def _names_of(opened: ContainerParts) -> Sequence[object]:
     """Return the keys of a container, or its positions if it has none."""
     return range(len(opened.children)) if opened.keys is None else opened.keys
 
@@ -282,7 +282,7 @@ def _paths_of(value: object, known: dict[int, tuple[int, int, object]]) -> tuple
     if id(value) in known:
         return known[id(value)][:2]
     try:
-        opened = None if type(value) in PLAIN else open_branch(value)
+        opened = None if type(value) in PLAIN else take_apart(value)
     except Unsendable:
         opened = None
     places = nbytes = 0

@@ -1,7 +1,7 @@
-"""numpy where it is installed, and nothing of it where it is not.
+"""numpy scalars, dtypes and arrays, without a dependency on numpy.
 
-A value can only be numpy's if somebody has imported numpy, so describing looks in `sys.modules` and never
-imports; only rebuilding does, and says so plainly if it can't.
+A value can only be numpy's if numpy is imported, so describing looks it up in `sys.modules`. Only rebuilding
+imports it, and raises UnknownType if it is not installed.
 """
 
 from __future__ import annotations
@@ -18,48 +18,44 @@ from torchferry.core.manifest import Count
 from torchferry.core.showing import MOST_CHARACTERS, show
 from torchferry.errors import UnknownType
 
-MAX_DIMS = 64
-"""The most dimensions of an ndarray."""
+MAX_NDARRAY_DIMS = 64
 
 # A byte order, a kind, a size, and for times the unit.
 _FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
 
 
-class Field(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A field of a dtype on the wire; its name may have a title beside it."""
+class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A field of a structured dtype on the wire. Its name may come with a title."""
 
     name: str | tuple[str, ...]
-    dtype: str | Fields
+    dtype: str | StructuredDtype
     shape: tuple[Count, ...] | None = None
 
 
-class Fields(Struct, frozen=True, forbid_unknown_fields=True):
-    """A dtype that has fields."""
+class StructuredDtype(Struct, frozen=True, forbid_unknown_fields=True):
+    """A dtype with fields on the wire."""
 
-    fields: tuple[Field, ...]
+    fields: tuple[DtypeField, ...]
 
 
-DtypeForm: TypeAlias = str | Fields
+DtypeForm: TypeAlias = str | StructuredDtype
 ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
 
 
-class Scalar:
-    """Stands for numpy's scalar types in tables, since numpy may be missing."""
+class NumpyScalar:
+    """Stands for numpy's scalar types in a table, because numpy may not be installed."""
 
 
 def is_scalar(value: object) -> bool:
-    """Say whether it is a numpy scalar that is nothing but bytes."""
+    """Return whether a value is a numpy scalar that can be sent as its bytes."""
     numpy = sys.modules.get("numpy")
-    return (
-        numpy is not None
-        and isinstance(value, numpy.generic)
-        and is_bytes(value.dtype)
-        and is_describable(value.dtype)
-    )
+    if numpy is None or not isinstance(value, numpy.generic):
+        return False
+    return is_bytes(value.dtype) and is_describable(value.dtype)
 
 
 def is_array(value: object) -> bool:
-    """Say whether it is an ndarray, and not a subclass, which may hold more than an array."""
+    """Return whether a value is an ndarray, and not of a subclass, which may hold more than an array."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
@@ -71,65 +67,60 @@ def is_array_type(cls: type) -> bool:
 
 
 def is_bytes(dtype: Any) -> bool:
-    """Say whether items of a dtype are their bytes: no Python objects, no pointers to strings."""
+    """Return whether items of a dtype are their bytes, without references to objects or strings."""
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
 
 
 def is_describable(dtype: Any) -> bool:
-    """Say whether the dtype's description makes the very same dtype again.
+    """Return whether a dtype can be rebuilt exactly from its description.
 
-    It does not for fields that overlap, for records, and for dtypes of other libraries, which are shown as
-    plain bytes.
+    It can't if its fields overlap, if it is a record, or if it comes from another library.
     """
     try:
-        again = dtype_from_wire(dtype_to_wire(dtype))
+        rebuilt = dtype_from_wire(dtype_to_wire(dtype))
     except ValueError:
         return False
-    return bool(again == dtype) and again.type is dtype.type
+    return bool(rebuilt == dtype) and rebuilt.type is dtype.type
 
 
 def dtype_to_wire(dtype: Any) -> DtypeForm:
-    """Describe a dtype: its name, or its fields if it has any."""
-    # The .npy format's own description: a string, or for fields a list of tuples.
+    """Describe a dtype as the .npy format does: by its name, or by its fields if it has any."""
     return _descr_to_wire(_numpy().lib.format.dtype_to_descr(dtype))
-
-
-def dtype_from_wire(wire: DtypeForm) -> Any:
-    """Make the dtype again.
-
-    Raises:
-        UnknownType: numpy is not installed.
-        ValueError: it is no description of a dtype that is all bytes.
-    """
-    try:
-        dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
-    except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
-        raise ValueError(f"not a numpy dtype: {str(error)[:MOST_CHARACTERS]}") from None
-    if not is_bytes(dtype):
-        raise ValueError("a numpy dtype that is not plain bytes")
-    return dtype
 
 
 def _descr_to_wire(descr: Any) -> DtypeForm:
     if isinstance(descr, str):
         return descr
     if not isinstance(descr, list):
-        raise ValueError(f"a numpy dtype that is described as {descr}")
-    return Fields(tuple(Field(name, _descr_to_wire(inner), *shape) for name, inner, *shape in descr))
+        raise ValueError(f"numpy describes the dtype as {descr}, which is neither a name nor fields")
+    fields = (DtypeField(name, _descr_to_wire(inner), *shape) for name, inner, *shape in descr)
+    return StructuredDtype(tuple(fields))
+
+
+def dtype_from_wire(wire: DtypeForm) -> Any:
+    """Rebuild a dtype.
+
+    Raises:
+        UnknownType: numpy is not installed.
+        ValueError: the description is malformed, or of a dtype whose items are not bytes.
+    """
+    try:
+        dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
+    except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a numpy dtype: {str(error)[:MOST_CHARACTERS]}") from None
+    if not is_bytes(dtype):
+        raise ValueError(f"items of the numpy dtype {str(dtype)[:MOST_CHARACTERS]} are not bytes")
+    return dtype
 
 
 def _descr_from_wire(wire: DtypeForm) -> Any:
-    """Make numpy's description again: a format, or a list of fields, and nothing else numpy might parse."""
-    if isinstance(wire, Fields):
-        return [_field_from_wire(field) for field in wire.fields]
-    if not _FORMAT.fullmatch(wire):
-        raise ValueError(f"no format {show(wire)}")
-    return wire
-
-
-def _field_from_wire(field: Field) -> Any:
-    described = (field.name, _descr_from_wire(field.dtype))
-    return described if field.shape is None else (*described, field.shape)
+    """Return numpy's description. Names must match `_FORMAT`, because numpy's parser accepts much more."""
+    if isinstance(wire, str):
+        if not _FORMAT.fullmatch(wire):
+            raise ValueError(f"{show(wire)} is not a format")
+        return wire
+    fields = [(field.name, _descr_from_wire(field.dtype), field.shape) for field in wire.fields]
+    return [field[:2] if field[2] is None else field for field in fields]
 
 
 def scalar_to_wire(value: Any) -> ScalarForm:
@@ -138,11 +129,11 @@ def scalar_to_wire(value: Any) -> ScalarForm:
 
 
 def scalar_from_wire(wire: ScalarForm) -> object:
-    """Make a numpy scalar out of its dtype and bytes."""
+    """Rebuild a numpy scalar from its dtype and its bytes."""
     described, data = wire
     dtype = dtype_from_wire(described)
-    data = data[: dtype.itemsize]  # numpy shows an empty string as one zero
-    # As an item of an array, a string would lose the zeros at its end.
+    data = data[: dtype.itemsize]  # numpy writes an empty string as one zero
+    # An item of an array of strings loses the zeros at its end.
     if dtype.kind == "S":
         return dtype.type(data)
     if dtype.kind == "U":
@@ -153,30 +144,28 @@ def scalar_from_wire(wire: ScalarForm) -> object:
 
 
 def owner_bounds(array: Any) -> tuple[int, int]:
-    """Give the addresses between which the array's memory lies, with all that shares it."""
+    """Return the first and the end address of the memory that the array shares with its bases."""
     numpy = _numpy()
     low, high = numpy.lib.array_utils.byte_bounds(array)
-    base = array.base
-    while isinstance(base, numpy.ndarray):
-        base_low, base_high = numpy.lib.array_utils.byte_bounds(base)
+    while isinstance(array := array.base, numpy.ndarray):
+        base_low, base_high = numpy.lib.array_utils.byte_bounds(array)
         low, high = min(low, base_low), max(high, base_high)
-        base = base.base
     return low, high
 
 
 def array_over(data: torch.Tensor, dtype: Any) -> Any:
-    """Make an ndarray of a dtype over a uint8 tensor whose last dimension is the item's bytes.
+    """Create an ndarray over a uint8 tensor whose last dimension is the bytes of an item.
 
-    The tensor's memory stays alive as long as the array does.
+    The array keeps the tensor's memory alive.
 
     Raises:
         ValueError: the last dimension is not the size of an item.
     """
     if data.dtype is not torch.uint8 or not data.ndim or data.shape[-1] != dtype.itemsize:
-        raise ValueError(f"these bytes are no array of {dtype}")
+        raise ValueError(f"{data.dtype}{list(data.shape)} does not hold items of {dtype}")
     shape, strides = tuple(data.shape[:-1]), data.stride()[:-1]
     if data.numel() == 0:
-        # On memory of its own making numpy sets the strides of an empty array to zero.
+        # Without a buffer, numpy sets the strides of an empty array to zero.
         return _numpy().ndarray(shape, dtype, buffer=bytearray(), strides=strides)
     whole = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
     return _numpy().ndarray(shape, dtype, buffer=whole.numpy(), offset=data.storage_offset(), strides=strides)

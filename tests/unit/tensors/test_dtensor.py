@@ -22,7 +22,7 @@ from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.core.protocol import MAX_METADATA_BYTES
 from torchferry.engine import Pull, Push, pull, push
 from torchferry.errors import StateMismatch
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.testing import MemoryNetwork
 
 
@@ -116,13 +116,13 @@ def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> Non
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "mesh" not in name])
 def test_a_fresh_dtensor_is_bound_to_the_mesh_that_the_receiver_names(name: str, mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    received = ferry({"d": EXAMPLES[name](mesh)}, site=Site(mesh=mine)).state["d"]
+    received = ferry({"d": EXAMPLES[name](mesh)}, site=RebuildContext(mesh=mine)).state["d"]
     assert received.device_mesh is mine
 
 
 def test_a_fresh_dtensor_is_bound_to_a_slice_of_that_mesh_where_its_own_was_a_slice(mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("third", "inner"))
-    received = ferry({"d": on(mesh["inner"], Shard(0))}, site=Site(mesh=mine)).state["d"]
+    received = ferry({"d": on(mesh["inner"], Shard(0))}, site=RebuildContext(mesh=mine)).state["d"]
     assert received.device_mesh == mine["inner"]
     assert received.device_mesh.get_group() == mine.get_group("inner")
 
@@ -135,7 +135,7 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh)
         "replicated": on(mesh, Replicate(), Replicate()),
     }
     with pytest.raises(StateMismatch) as raised:
-        ferry(state, site=Site(mesh=line))
+        ferry(state, site=RebuildContext(mesh=line))
     assert [tuple(mismatch) for mismatch in raised.value.mismatches] == [
         ("d", "mesh", "2 (inner)", "mesh=4 (line)"),
         ("e", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),

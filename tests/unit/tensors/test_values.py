@@ -19,7 +19,7 @@ from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
 from torchferry.errors import StateMismatch, Unsendable
 from torchferry.tensors.describe import describe
-from torchferry.tensors.values import MAX_NESTED
+from torchferry.tensors.values import MAX_NESTING
 
 VALUES = [
     None, True, False, 0, 1, -1, 2**31, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 2**125, -(2**200),
@@ -191,14 +191,14 @@ def test_keys_and_sets_that_are_nested_too_deep_are_refused_and_no_stack_overflo
 
 @pytest.mark.parametrize("kind", [tuple, frozenset])
 def test_keys_and_sets_are_carried_up_to_the_greatest_depth(kind: Any) -> None:
-    deepest = nested(kind, MAX_NESTED - 2)
+    deepest = nested(kind, MAX_NESTING - 2)
     assert ferry({deepest: 1, "s": {deepest}}).state == {deepest: 1, "s": {deepest}}
 
 
 def test_a_key_that_is_twice_in_itself_many_times_is_looked_at_once() -> None:
     """Hashing it takes for ever, so it is no key: but a value in an attribute may be such."""
     value: Any = ()
-    for _ in range(MAX_NESTED + 10):
+    for _ in range(MAX_NESTING + 10):
         value = (value, value)
     state = OrderedDict(w=1)
     state._metadata = value  # type: ignore[attr-defined]

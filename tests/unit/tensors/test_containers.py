@@ -221,12 +221,12 @@ def loader_with_more() -> Loader:
 
 
 REFUSED = {
-    "a namedtuple": (Unregistered(1), ["test_branches.Unregistered", "torchferry.register", "both sides"]),
-    "a dataclass": (Stranger(1), ["test_branches.Stranger", "torchferry.register"]),
-    "a subclass of dict": (Mapping(), ["test_branches.Mapping", "built-in container"]),
-    "a subclass of OrderedDict": (Ordered(), ["test_branches.Ordered", "built-in container"]),
+    "a namedtuple": (Unregistered(1), ["test_containers.Unregistered", "torchferry.register", "both sides"]),
+    "a dataclass": (Stranger(1), ["test_containers.Stranger", "torchferry.register"]),
+    "a subclass of dict": (Mapping(), ["test_containers.Mapping", "built-in container"]),
+    "a subclass of OrderedDict": (Ordered(), ["test_containers.Ordered", "built-in container"]),
     "a defaultdict of its own making": (defaultdict(lambda: 1), ["defaultdict", "lambda", "Convert it"]),
-    "a dataclass with more than its fields": (loader_with_more(), ["test_branches.Loader", "(more)"]),
+    "a dataclass with more than its fields": (loader_with_more(), ["test_containers.Loader", "(more)"]),
 }
 
 
@@ -394,14 +394,14 @@ def test_what_a_base_keeps_in_slots_is_not_lost_without_a_word() -> None:
     plain: Any = OnSlots(1)
     assert ferry(plain).state == plain
     plain.beside = torch.ones(1)
-    assert "attributes beside its fields (beside)" in refusal_at_a_path(plain)
+    assert "attributes besides its fields (beside)" in refusal_at_a_path(plain)
     hidden = OnSlots(1)
     object.__setattr__(hidden, "_Slotted__hidden", 1)
-    assert "attributes beside its fields (_Slotted__hidden)" in refusal_at_a_path(hidden)
+    assert "attributes besides its fields (_Slotted__hidden)" in refusal_at_a_path(hidden)
 
 
 def test_an_attribute_that_can_t_travel_is_said_to_be_one() -> None:
     state: Any = torch.nn.Linear(1, 1).state_dict()
     state._metadata["odd"] = {"version": object()}
     said = refusal_at_a_path(state)
-    assert "in its attribute _metadata, a value of type builtins.object can't travel" in said
+    assert "in its attribute _metadata, a value of type builtins.object can't be sent" in said
