@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -42,10 +43,9 @@ class MeshLayout(NamedTuple):
             return None
         position, found = self.ranks.index(rank), []
         for sizes, strides in zip(self.sizes, self.strides, strict=True):
-            index = 0
+            found.append(0)
             for size, stride in zip(sizes, strides, strict=True):
-                index = index * size + _index_along(position, size, stride)
-            found.append(index)
+                found[-1] = found[-1] * size + _index_along(position, size, stride)
         return tuple(found)
 
     def row(self, rank: int, dim: int) -> list[int]:
@@ -76,42 +76,38 @@ def _index_along(position: int, size: int, stride: int) -> int:
 
 def layout_of(mesh: DeviceMesh) -> MeshLayout:
     """Read the layout of a mesh. Without torch's `_layout`, a flattened mesh has only its own ranks."""
-    layout = getattr(mesh, "_layout", None)
+    layout: Any = getattr(mesh, "_layout", None)
     ranks = getattr(mesh, "_flatten_rank_map", None)
-    if layout is not None and ranks is not None:
-        with suppress(AttributeError, TypeError):
-            # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
-            coalesced = False
-            if isinstance(layout, Sequence):
-                pairs = [(dim.shape, dim.stride) for dim in layout]
-            elif coalesced := isinstance(layout.shape, int):
-                pairs = [(layout.shape, layout.stride)]
-            else:
-                pairs = list(zip(layout.shape, layout.stride, strict=True))
-            sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
-            return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides), coalesced)
+    with suppress(AttributeError, TypeError):
+        # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
+        coalesced = not isinstance(layout, Sequence) and isinstance(layout.shape, int)
+        if coalesced:
+            pairs = [(layout.shape, layout.stride)]
+        elif isinstance(layout, Sequence):
+            pairs = [(dim.shape, dim.stride) for dim in layout]
+        else:
+            pairs = list(zip(layout.shape, layout.stride, strict=True))
+        sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
+        return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides), coalesced)  # type: ignore[arg-type]
     return _layout_of_ranks(mesh)
 
 
 def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
-    root, dims = _root_of(mesh)
+    root, dims = mesh, list(range(mesh.ndim))
+    with suppress(Exception):
+        from torch.distributed.device_mesh import _mesh_resources
+
+        # The mesh that this one was sliced from.
+        parent = _mesh_resources.get_root_mesh(mesh)
+        names = list(parent.mesh_dim_names or ())
+        if parent is not mesh and mesh.mesh_dim_names:
+            dims = [names.index(name) for name in mesh.mesh_dim_names]
+            root = parent
     return MeshLayout(
         tuple(root.mesh.flatten().tolist()),
         tuple((int(root.shape[dim]),) for dim in dims),
         tuple((prod(root.shape[dim + 1 :]),) for dim in dims),
     )
-
-
-def _root_of(mesh: DeviceMesh) -> tuple[DeviceMesh, Sequence[int]]:
-    """Return the mesh that a mesh was sliced from, and the slice's dimensions in it."""
-    with suppress(Exception):
-        from torch.distributed.device_mesh import _mesh_resources
-
-        root = _mesh_resources.get_root_mesh(mesh)
-        names = list(root.mesh_dim_names or ())
-        if root is not mesh and mesh.mesh_dim_names:
-            return root, [names.index(name) for name in mesh.mesh_dim_names]
-    return mesh, range(mesh.ndim)
 
 
 def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
@@ -126,19 +122,13 @@ def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, ra
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
     own = -1 if rank is None else rank
-    ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
     # Some versions of DeviceMesh create tensors on the default device.
     with torch.device("cpu"):
-        for make in (_layout_by_dims, _layout_by_tuples):
+        for make_layout in (_layout_by_dims, _layout_by_tuples):
             with suppress(ImportError, AttributeError, TypeError):
-                return DeviceMesh(
-                    device,
-                    mesh_dim_names=names,
-                    _layout=make(layout),
-                    _rank_map=ranks,
-                    _init_backend=False,
-                    _rank=own,
-                )
+                options: Any = {"_layout": make_layout(layout), "_rank": own, "_init_backend": False}
+                ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
+                return DeviceMesh(device, mesh_dim_names=names, _rank_map=ranks, **options)
         return _mesh_of_ranks(device, layout, names, own)
 
 
@@ -164,13 +154,10 @@ def _layout_by_dims(layout: MeshLayout) -> Any:
 def _layout_by_tuples(layout: MeshLayout) -> Any:
     from torch.distributed._mesh_layout import _MeshLayout
 
-    sizes, strides = (
-        tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column)
-        for column in (layout.sizes, layout.strides)
-    )
-    if layout.coalesced:
-        return _MeshLayout(sizes[0], strides[0])  # type: ignore[call-arg,arg-type]
-    return _MeshLayout(sizes, strides)  # type: ignore[call-arg,arg-type]
+    columns: list[Any] = [
+        tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column) for column in layout[1:3]
+    ]
+    return _MeshLayout(*(column[0] for column in columns) if layout.coalesced else columns)
 
 
 def set_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
@@ -189,13 +176,7 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD] if dist.is_initialized() else []
 
 
-def make_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Any],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> torch.Tensor:
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> Tensor:
     """Create a DTensor from a local tensor. Without `DTensorSpec`, this process must be in the mesh."""
     from torch.distributed.tensor import DTensor
 
@@ -208,10 +189,10 @@ def make_dtensor(
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def local_tensor_of(tensor: Any) -> torch.Tensor:
+def local_tensor_of(tensor: Any) -> Tensor:
     """Return the local tensor of a DTensor. Without `_local_tensor`, a view of it."""
     found = getattr(tensor, "_local_tensor", None)
-    return found if isinstance(found, torch.Tensor) else tensor.detach().to_local()
+    return found if isinstance(found, Tensor) else tensor.detach().to_local()
 
 
 def strided_shard_class() -> Any:
@@ -224,11 +205,7 @@ def strided_shard_class() -> Any:
 
 
 def sharded_tensor_module() -> Any:
-    """Return torch's private package for ShardedTensors.
-
-    Raises:
-        ImportError: this torch has no ShardedTensor.
-    """
+    """Return torch's private package for ShardedTensors. Without it, raise ImportError."""
     from torch.distributed._shard import sharded_tensor
 
     return sharded_tensor
@@ -238,10 +215,8 @@ def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
     """Create a ShardedTensor from local shards and the metadata of the whole tensor.
 
     It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
-    and the one of its base compares all pairs of shards, of which a peer chooses the number.
-
-    Raises:
-        ImportError: this torch has no ShardedTensor.
+    and the one of its base compares all pairs of shards, of which a peer chooses the number. Without
+    ShardedTensor, it raises ImportError.
     """
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
     from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
@@ -266,11 +241,7 @@ def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
 
 
 def pytree() -> Any:
-    """Return torch's `_pytree`, which the pickled metadata of torch's PGTransport refers to.
-
-    Raises:
-        ImportError: this torch has no such module; only that metadata can't be used then.
-    """
+    """Return torch's `_pytree`, for the metadata of torch's PGTransport. Without it, raise ImportError."""
     from torch.utils import _pytree
 
     return _pytree
@@ -295,7 +266,7 @@ def backend_name(backend: Any) -> str | None:
     return str(backend.name()) if isinstance(backend, Backend) else None
 
 
-def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+def neg_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor with the neg bit flipped. Without `_neg_view`, a negated copy."""
     return torch._neg_view(tensor) if hasattr(torch, "_neg_view") else -tensor
 
@@ -305,7 +276,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
-def is_zerotensor(tensor: torch.Tensor) -> bool:
+def is_zerotensor(tensor: Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros without memory. Without `_is_zerotensor`, False."""
     return hasattr(tensor, "_is_zerotensor") and tensor._is_zerotensor()
 
@@ -313,31 +284,22 @@ def is_zerotensor(tensor: torch.Tensor) -> bool:
 UNCOUNTED = -1
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the version counter of each tensor; UNCOUNTED for those without one, as inference tensors.
-
-    Without `_version`, all are UNCOUNTED.
-    """
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the version counter of each tensor; UNCOUNTED for inference tensors, and without `_version`."""
     try:
         return [tensor._version for tensor in tensors]
     except (RuntimeError, AttributeError):
-        return [
-            UNCOUNTED if tensor.is_inference() else getattr(tensor, "_version", UNCOUNTED)
-            for tensor in tensors
-        ]
+        return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
 
 
-def coo_members(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values of a COO tensor, coalesced or not.
-
-    Without `_indices` and `_values`, a tensor that is not coalesced raises.
-    """
+def coo_members(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a COO tensor. Without `_indices`, it must be coalesced."""
     if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
         return tensor._indices(), tensor._values()
     return tensor.indices(), tensor.values()
 
 
-def set_coalesced(tensor: torch.Tensor, coalesced: bool) -> None:
+def set_coalesced(tensor: Tensor, coalesced: bool) -> None:
     """Set whether a COO tensor is coalesced. Without `_coalesced_`, nothing changes."""
     with suppress(AttributeError), torch.no_grad():
         tensor._coalesced_(coalesced)

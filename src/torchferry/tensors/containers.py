@@ -14,25 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 from torchferry.core.manifest import Branch, Value
 from torchferry.core.showing import show, show_name
 from torchferry.errors import BadManifest, UnknownType, Unsendable
-from torchferry.tensors import registry
-from torchferry.tensors.values import (
-    attributes_to_wire,
-    from_wire,
-    require_distinct,
-    require_type,
-    set_attributes,
-    try_build,
-)
+from torchferry.tensors import registry, values
 
-_FACTORIES: dict[str, type] = {
+_FACTORIES: dict[str | None, Any] = {None: None} | {
     cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
 }
 """The factories that a defaultdict may have, by name."""
 
 _ITEMS = "<items>"
 """The key for the items of a dataclass that is also a dict or list. No field can have this name."""
-
-_MAX_FIELDS_SHOWN = 20
 
 _HEAP_TYPE = 1 << 9
 """The flag that CPython sets for classes that are not built in."""
@@ -89,8 +79,8 @@ class Container:
             raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
         self._kind = kind
         self._extra = branch.extra
-        keys = [key if type(key) is str else from_wire(key) for key in branch.keys or ()]
-        self._keys = try_build(kind.name, require_distinct, keys)
+        keys = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
+        self._keys = values.try_build(kind.name, values.require_distinct, keys)
         self.build([None] * len(branch.children))
 
     def build(self, children: list[object]) -> object:
@@ -100,7 +90,7 @@ class Container:
             BadManifest: it can't have these children.
             UnknownType: its type is not registered in this process any more.
         """
-        return try_build(self._kind.name, self._kind.build, [*self._keys], children, self._extra)
+        return values.try_build(self._kind.name, self._kind.build, [*self._keys], children, self._extra)
 
 
 def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
@@ -109,40 +99,28 @@ def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
     return [key for key, _ in items], [value for _, value in items], extra
 
 
-def _build_dict(keys: list[Any], children: list[Any], extra: object) -> object:
-    return dict(zip(keys, children, strict=True))
+def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> Any:
+    # Counter.update() would add counts, and raise for children that are not numbers.
+    for key, child in zip(keys, children, strict=True):
+        mapping[key] = child
+    if attributes is not None:
+        values.set_attributes(mapping, values.from_wire(attributes))
+    return mapping
 
 
 def _split_with_attributes(mapping: Any) -> _Parts:
-    return _split_mapping(mapping, attributes_to_wire(mapping))
-
-
-def _build_with_attributes(cls: type) -> Callable[[list[Any], list[Any], Any], object]:
-    def build(keys: list[Any], children: list[Any], attributes: Value) -> object:
-        built = cls()
-        # Counter.update() would add counts, and raise for children that are not numbers.
-        for key, child in zip(keys, children, strict=True):
-            built[key] = child
-        if attributes is not None:
-            set_attributes(built, from_wire(attributes))
-        return built
-
-    return build
+    return _split_mapping(mapping, values.attributes_to_wire(mapping))
 
 
 def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
     factory = mapping.default_factory
-    name = None if factory is None else getattr(factory, "__name__", "")
-    if name is not None and _FACTORIES.get(name) is not factory:
+    name = getattr(factory, "__name__", None)
+    if _FACTORIES.get(name) is not factory:
         raise Unsendable(
             f"a defaultdict with the factory {factory!r} can't be sent, only with "
-            f"{', '.join(_FACTORIES)} or None. Convert it to a dict"
+            f"{', '.join(map(str, _FACTORIES))}. Convert it to a dict"
         )
     return _split_mapping(mapping, name)
-
-
-def _build_defaultdict(keys: list[Any], children: list[Any], factory: Any) -> object:
-    return defaultdict(None if factory is None else _FACTORIES[factory], zip(keys, children, strict=True))
 
 
 def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
@@ -212,7 +190,7 @@ def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
     is_namedtuple = registry.is_namedtuple(cls)
     base = None if is_namedtuple else _container_base(cls)
     if tuple(keys) != (fields if base is None else (*fields, _ITEMS)):
-        incoming = ", ".join(show_name(str(key)) for key in keys[:_MAX_FIELDS_SHOWN])
+        incoming = ", ".join(show_name(str(key)) for key in keys[:20])
         raise UnknownType(
             f"{name} has the fields {', '.join(fields)} here and {incoming} at the peer: "
             "run the same code on both sides"
@@ -227,9 +205,9 @@ def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
     # Container() builds it once with None for all children.
     if base is not None and children[-1] is not None:
         if base is list:
-            list.extend(built, require_type(list, children[-1]))
+            list.extend(built, values.require_type(list, children[-1]))
         else:
-            for key, value in require_type(dict, children[-1]).items():
+            for key, value in values.require_type(dict, children[-1]).items():
                 base.__setitem__(built, key, value)
     return built
 
@@ -238,12 +216,16 @@ _NAMEDTUPLE = ContainerKind("namedtuple", _split_fields, _build_fields)
 _DATACLASS = ContainerKind("dataclass", _split_fields, _build_fields)
 
 _by_type: dict[type, ContainerKind] = {
-    dict: ContainerKind("dict", _split_mapping, _build_dict),
     list: ContainerKind("list", lambda v: (None, v, None), lambda _, children, __: children),
     tuple: ContainerKind("tuple", lambda v: (None, v, None), lambda _, children, __: tuple(children)),
-    OrderedDict: ContainerKind("odict", _split_with_attributes, _build_with_attributes(OrderedDict)),
-    defaultdict: ContainerKind("defaultdict", _split_defaultdict, _build_defaultdict),
-    Counter: ContainerKind("counter", _split_with_attributes, _build_with_attributes(Counter)),
     deque: ContainerKind("deque", lambda v: (None, list(v), v.maxlen), _build_deque),
+    dict: ContainerKind("dict", _split_mapping, lambda keys, children, _: _fill({}, keys, children)),
+    OrderedDict: ContainerKind("odict", _split_with_attributes, lambda *parts: _fill(OrderedDict(), *parts)),
+    Counter: ContainerKind("counter", _split_with_attributes, lambda *parts: _fill(Counter(), *parts)),
+    defaultdict: ContainerKind(
+        "defaultdict",
+        _split_defaultdict,
+        lambda keys, children, name: _fill(defaultdict(_FACTORIES[name]), keys, children),
+    ),
 }
 _by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}

@@ -11,7 +11,8 @@ import struct
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from msgspec.msgpack import Decoder
@@ -21,9 +22,9 @@ from torchferry.core.crowding import are_crowded
 from torchferry.core.manifest import Item, Nested, Special, Value
 from torchferry.core.showing import MOST_CHARACTERS
 from torchferry.errors import BadManifest, FerryError, Unsendable
-from torchferry.tensors import numpy_bridge, registry
+from torchferry.tensors import registry
+from torchferry.tensors.kinds import ndarray
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _Items = tuple[Item, ...]
 _Pairs = tuple[tuple[Item, Item], ...]
@@ -33,11 +34,6 @@ MAX_NESTING = 64
 
 _MSGPACK_TYPES = frozenset({type(None), bool, float})
 _NESTING_TYPES = (tuple, list, dict, set, frozenset)
-
-_TORCH_CONSTANTS: dict[type, dict[str, object]] = {
-    cls: {str(value): value for value in vars(torch).values() if type(value) is cls}
-    for cls in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-}
 
 
 class ValueKind(NamedTuple):
@@ -54,8 +50,7 @@ def to_wire(value: object) -> Value:
     """Turn a value into one that the codec can encode.
 
     Raises:
-        Unsendable: the value, or one inside it, has an unknown type or is nested too deep. The caller adds
-            the path.
+        Unsendable: the value, or one inside it, has an unknown type or is nested too deep.
     """
     if isinstance(value, _NESTING_TYPES):
         _check_nesting(value)
@@ -82,25 +77,19 @@ def _to_wire(value: Any) -> Value:
     cls = type(value)
     if cls in _MSGPACK_TYPES or (cls is int and -(2**63) <= value < 2**64):
         return value  # type: ignore[no-any-return]
-    if cls is str and _is_unicode(value):
-        return value  # type: ignore[no-any-return]
+    if cls is str:
+        with suppress(UnicodeEncodeError):
+            value.encode()
+            return value  # type: ignore[no-any-return]
     kind = _by_type.get(cls)
     if kind is None:
         if isinstance(value, enum.Enum) and registry.is_registered(cls):
             kind = _ENUM
-        elif numpy_bridge.is_scalar(value):
+        elif ndarray.is_scalar(value):
             kind = _NUMPY_SCALAR
         else:
             raise Unsendable(_explain_unsendable(value))
     return Special(kind.code, pack(kind.to_wire(value)))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _explain_unsendable(value: object) -> str:
@@ -140,14 +129,10 @@ def from_wire(value: Value | Item) -> object:
     return try_build(kind.type.__qualname__, kind.from_wire, payload)
 
 
-def try_build(what: str, build: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Build something from a peer's data.
-
-    Raises:
-        BadManifest: it can't be built.
-    """
+def try_build(what: str, build: Callable[..., T], *args: Any) -> T:
+    """Build something from a peer's data; raise BadManifest if that raises any error but a FerryError."""
     try:
-        return build(*args, **kwargs)
+        return build(*args)
     except FerryError:
         raise
     except Exception as error:
@@ -190,21 +175,13 @@ def attributes_to_wire(container: object) -> Value:
 
 
 def set_attributes(container: object, attributes: object) -> None:
-    """Set the attributes of a container.
-
-    Raises:
-        TypeError: the attributes are not a dict with strings as keys.
-    """
+    """Set the attributes of a container; raise TypeError unless they are a dict with strings as keys."""
     for name, value in require_type(dict, attributes).items():
         vars(container)[require_type(str, name)] = value
 
 
 def require_type(cls: type[T], value: object) -> T:
-    """Return a value of exactly this type.
-
-    Raises:
-        TypeError: it has another type.
-    """
+    """Return the value if it has exactly this type; raise TypeError if not."""
     if type(value) is not cls:
         raise TypeError(f"expected {cls.__qualname__}, got {type(value).__qualname__}")
     return value
@@ -249,21 +226,15 @@ def _enum_from_wire(wire: tuple[str, Item]) -> object:
     cls = registry.look_up(name)
     if not issubclass(cls, enum.Enum):
         raise ValueError(f"{name} is not an enum")
-    return (
-        cls(require_type(int, from_wire(member)))
-        if issubclass(cls, enum.Flag)
-        else cls[require_type(str, member)]
-    )
-
-
-def _torch_constant(code: int, cls: type) -> ValueKind:
-    return ValueKind(code, cls, str, str, _TORCH_CONSTANTS[cls].__getitem__)
+    if issubclass(cls, enum.Flag):
+        return cls(require_type(int, from_wire(member)))
+    return cls[require_type(str, member)]
 
 
 _DICT = ValueKind(18, dict, _Pairs, _dict_to_wire, _dict_from_wire)
 _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
-_NUMPY_SCALAR = ValueKind(41, numpy_bridge.NumpyScalar, numpy_bridge.ScalarForm,
-                          numpy_bridge.scalar_to_wire, numpy_bridge.scalar_from_wire)  # fmt: skip
+_NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
+                          ndarray.scalar_to_wire, ndarray.scalar_from_wire)  # fmt: skip
 _KINDS = (
     # A str with surrogates, and an int of more than 64 bits: MessagePack encodes all others.
     ValueKind(1, str, bytes, lambda text: text.encode("utf-8", "surrogatepass"),
@@ -290,10 +261,9 @@ _KINDS = (
     ValueKind(21, frozenset, _Items, _set_to_wire,
               lambda wire: frozenset(require_distinct(map(from_wire, wire)))),
     ValueKind(32, torch.Size, tuple[int, ...], list, torch.Size),
-    _torch_constant(33, torch.dtype),
-    _torch_constant(34, torch.layout),
-    _torch_constant(35, torch.memory_format),
-    _torch_constant(36, torch.qscheme),
+    *(ValueKind(code, cls, str, str, {str(v): v for v in vars(torch).values() if type(v) is cls}.__getitem__)
+      for code, cls in [(33, torch.dtype), (34, torch.layout), (35, torch.memory_format),
+                        (36, torch.qscheme)]),
     ValueKind(37, torch.device, str, str, torch.device),
 )  # fmt: skip
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import re
-import types
 from bisect import bisect_left
 from collections.abc import Sequence
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from torchferry.errors import Unsendable
-from torchferry.tensors import numpy_bridge, registry
+from torchferry.tensors import registry
+from torchferry.tensors.kinds.ndarray import is_array_type
 from torchferry.tensors.memory import CPU, Memory
 
 READ_ONLY = "in read-only memory: receive into a copy of it"
@@ -23,16 +24,7 @@ _MAX_OBJECTS = 1 << 22
 _LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Objects of these types refer to no others."""
 
-_PROGRAM_TYPES = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.CodeType,
-    types.FrameType,
-    str,
-    bytes,
-)
+_PROGRAM_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType)
 
 _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
@@ -53,7 +45,7 @@ def why_not_written(value: object, error: Unsendable) -> str | None:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             return f"a tensor of the class {name}, which can't be overwritten in place"
         return f"a tensor of layout {value.layout} that can't be overwritten in place: {error.what}"
-    if numpy_bridge.is_array_type(type(value)):
+    if is_array_type(type(value)):
         return f"an array of the class {name}, which can't be overwritten in place"
     if not holds_tensors(value):
         return None
@@ -73,9 +65,9 @@ def holds_tensors(value: object) -> bool:
         item = pending.pop()
         # `isinstance` would read `__class__`, which may be a property that raises.
         cls = type(item)
-        if issubclass(cls, torch.Tensor) or numpy_bridge.is_array_type(cls):
+        if issubclass(cls, torch.Tensor) or is_array_type(cls):
             return True
-        if id(item) in seen or issubclass(cls, _PROGRAM_TYPES):
+        if id(item) in seen or issubclass(cls, (*_PROGRAM_TYPES, str, bytes)):
             continue
         seen.add(id(item))
         if len(seen) > _MAX_OBJECTS:

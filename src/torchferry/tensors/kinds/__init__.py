@@ -17,10 +17,9 @@ from torch.nn.parameter import is_lazy
 from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.showing import show
 from torchferry.errors import BadManifest, UnknownType, Unsendable
-from torchferry.tensors import numpy_bridge
 from torchferry.tensors.kinds.base import Kind, Misfit, RebuildContext, check_form, dense_properties
 from torchferry.tensors.kinds.dense import DENSE
-from torchferry.tensors.kinds.ndarray import NDARRAY
+from torchferry.tensors.kinds.ndarray import NDARRAY, is_array
 from torchferry.tensors.kinds.sparse import COMPRESSED, COMPRESSED_LAYOUTS, COO
 
 __all__ = ["Kind", "Misfit", "RebuildContext", "check_form", "kind_named", "kind_of", "properties_of"]
@@ -49,7 +48,7 @@ def kind_of(value: object) -> Kind | None:
         if name is None:
             raise Unsendable(_explain_subclass(value))  # type: ignore[arg-type]
         return kind_named(name)
-    return NDARRAY if numpy_bridge.is_array(value) else None
+    return NDARRAY if is_array(value) else None
 
 
 def _explain_subclass(tensor: torch.Tensor) -> str:

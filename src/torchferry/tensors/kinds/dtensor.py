@@ -12,7 +12,6 @@ dimensions that split the tensor must be equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from math import prod
 from typing import Annotated, Any, TypeAlias
 
@@ -86,10 +85,8 @@ class DTensorTraits(Form, frozen=True):
 def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
     local, mesh = internals.local_tensor_of(tensor), tensor.device_mesh
     if type(local) is not torch.Tensor:
-        raise Unsendable(
-            f"a DTensor whose local tensor is a {type(local).__qualname__} can't be sent: "
-            "only strided local tensors can"
-        )
+        name = type(local).__qualname__
+        raise Unsendable(f"a DTensor with a local {name} can't be sent: only strided local tensors can")
     placements = tuple(map(_placement_to_wire, tensor.placements))
     position = _position(mesh.get_coordinate(), mesh.shape, placements)
     fixed = DTensorFixed(placements, tuple(tensor.shape), tuple(mesh.shape), position)
@@ -222,10 +219,8 @@ def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 
 def _show_placement(wire: PlacementForm) -> str:
-    """Show a placement as torch's constructor would be called."""
-    name, *values = wire
-    cls, _ = _PLACEMENTS[name]  # type: ignore[index]
-    return f"{cls.__name__}({', '.join(show_name(str(value)) for value in values)})"
+    cls, _ = _PLACEMENTS[wire[0]]  # type: ignore[index]
+    return f"{cls.__name__}({', '.join(show_name(str(value)) for value in wire[1:])})"
 
 
 def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
@@ -260,7 +255,8 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     if torch.device(mesh.device).type != mesh.device:
         raise ValueError(f"{show(mesh.device)} is not a device type")
     # torch lists all ranks of a mesh, so a mesh may not need more ranks than were sent.
-    steps = list(zip(chain(*mesh.sizes), chain(*mesh.strides), strict=True))
+    dims = zip(mesh.sizes, mesh.strides, strict=True)
+    steps = [step for sizes, strides in dims for step in zip(sizes, strides, strict=True)]
     last = sum((size - 1) * stride for size, stride in steps)
     if 0 in fixed.mesh or prod(fixed.mesh) > len(mesh.ranks) or last >= len(mesh.ranks):
         raise ValueError(f"its mesh of sizes {show(mesh.sizes)} does not fit {len(mesh.ranks)} ranks")
