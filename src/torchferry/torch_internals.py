@@ -41,12 +41,7 @@ class MeshLayout(NamedTuple):
         """
         if rank not in self.ranks:
             return None
-        position, found = self.ranks.index(rank), []
-        for sizes, strides in zip(self.sizes, self.strides, strict=True):
-            found.append(0)
-            for size, stride in zip(sizes, strides, strict=True):
-                found[-1] = found[-1] * size + _index_along(position, size, stride)
-        return tuple(found)
+        return tuple(self.row(rank, dim).index(rank) for dim in range(len(self.sizes)))
 
     def row(self, rank: int, dim: int) -> list[int]:
         """List the ranks that share all coordinates but one with a rank of the mesh.
@@ -64,14 +59,11 @@ class MeshLayout(NamedTuple):
         start = self.ranks.index(rank) if rank in self.ranks else 0
         offsets = [0]
         for size, stride in zip(sizes, strides, strict=True):
-            start -= _index_along(start, size, stride) * stride
+            if size > 1:  # a dimension of size 1 may have stride 0
+                start -= start // stride % size * stride
             offsets = [offset + index * stride for offset in offsets for index in range(size)]
-        return [self.ranks[start + offset] for offset in offsets]
-
-
-def _index_along(position: int, size: int, stride: int) -> int:
-    # A dimension of size 1 may have stride 0.
-    return position // stride % size if size > 1 else 0
+        # The layout may come from a peer, and reach beyond its ranks.
+        return [self.ranks[start + offset] for offset in offsets if start + offset < len(self.ranks)]
 
 
 def layout_of(mesh: DeviceMesh) -> MeshLayout:

@@ -21,10 +21,8 @@ READ_ONLY = "in read-only memory: receive into a copy of it"
 _MAX_OBJECTS = 1 << 22
 """An object that refers to more objects than this, besides numbers and texts, is assumed to hold tensors."""
 
-_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Objects of these types refer to no others."""
-
-_PROGRAM_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType)
+_NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SKIPPED_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes)
 
 _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
@@ -40,11 +38,8 @@ def why_not_written(value: object, error: Unsendable) -> str | None:
             return "a lazy parameter without a shape: run a forward first"
         if value.device.type == "meta":
             return "a tensor on the meta device: call `to_empty()` first"
-        if value.is_quantized:
-            return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return f"a tensor of the class {name}, which can't be overwritten in place"
-        return f"a tensor of layout {value.layout} that can't be overwritten in place: {error.what}"
+        what = f"quantized tensor ({value.dtype})" if value.is_quantized else f"{name} ({value.layout})"
+        return f"a {what}, which can't be overwritten in place"
     if is_array_type(type(value)):
         return f"an array of the class {name}, which can't be overwritten in place"
     if not holds_tensors(value):
@@ -67,12 +62,12 @@ def holds_tensors(value: object) -> bool:
         cls = type(item)
         if issubclass(cls, torch.Tensor) or is_array_type(cls):
             return True
-        if id(item) in seen or issubclass(cls, (*_PROGRAM_TYPES, str, bytes)):
+        if id(item) in seen or issubclass(cls, _SKIPPED_TYPES):
             continue
         seen.add(id(item))
         if len(seen) > _MAX_OBJECTS:
             return True
-        pending += [inner for inner in gc.get_referents(item) if type(inner) not in _LEAF_TYPES]
+        pending += [inner for inner in gc.get_referents(item) if type(inner) not in _NUMBERS_AND_TEXTS]
     return False
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -47,12 +46,9 @@ def check_grad_flags(flags: int, dtype: torch.dtype) -> None:
 
 def describe_many(tensors: Sequence[torch.Tensor], grads: Sequence[bool], parts: Sequence[int]) -> list[Leaf]:
     """Describe plain strided tensors whose `requires_grad` and numbers in the manifest are known."""
-    types = list(map(type, tensors))
-    traits: Iterable[int | None] = repeat(None)
-    if any(grads) or torch.nn.Parameter in types:
-        flags = zip(grads, (cls is not torch.Tensor for cls in types), strict=True)
-        traits = [_REQUIRES_GRAD * grad + _PARAMETER * parameter or None for grad, parameter in flags]
-    return list(map(Leaf, repeat(DENSE.name), zip(parts), repeat(None), traits))
+    types = zip(grads, map(type, tensors), strict=True)
+    flags = [_REQUIRES_GRAD * grad + _PARAMETER * (cls is not torch.Tensor) or None for grad, cls in types]
+    return [Leaf(DENSE.name, (part,), None, each) for part, each in zip(parts, flags, strict=True)]
 
 
 def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:

@@ -63,8 +63,8 @@ class MeshForm(Form, frozen=True):
     """The sender's mesh: its device type, the fields of a MeshLayout, and its dimensions' names."""
 
     device: str
-    ranks: tuple[Count, ...]
-    sizes: Annotated[tuple[Dims, ...], Meta(max_length=MAX_DIMS)]
+    ranks: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...]
+    sizes: Annotated[tuple[tuple[Annotated[int, Meta(ge=1)], ...], ...], Meta(max_length=MAX_DIMS)]
     strides: Annotated[tuple[Dims, ...], Meta(max_length=MAX_DIMS)]
     coalesced: bool
     names: Annotated[tuple[str, ...], Meta(max_length=MAX_DIMS)] | None
@@ -258,12 +258,10 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     dims = zip(mesh.sizes, mesh.strides, strict=True)
     steps = [step for sizes, strides in dims for step in zip(sizes, strides, strict=True)]
     last = sum((size - 1) * stride for size, stride in steps)
-    if 0 in fixed.mesh or prod(fixed.mesh) > len(mesh.ranks) or last >= len(mesh.ranks):
+    if prod(fixed.mesh) > len(mesh.ranks) or last >= len(mesh.ranks):
         raise ValueError(f"its mesh of sizes {show(mesh.sizes)} does not fit {len(mesh.ranks)} ranks")
     if any(stride == 0 and size > 1 for size, stride in steps):
         raise ValueError(f"its mesh repeats ranks: its strides are {show(mesh.strides)}")
-    if max(mesh.ranks) >= 2**31:
-        raise ValueError(f"its mesh has the rank {max(mesh.ranks)}")
 
 
 DTENSOR = Kind(

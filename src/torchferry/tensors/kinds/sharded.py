@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Meta
 
 from torchferry.core.manifest import Item, Leaf, TensorSpec
 from torchferry.core.showing import show
@@ -34,7 +35,7 @@ class ShardedFixed(Form, frozen=True):
 class ShardedTraits(Form, frozen=True):
     """The metadata of the whole tensor: offsets, sizes and placement of each shard, and its properties."""
 
-    all: tuple[tuple[Dims, Dims, str], ...]
+    all: Annotated[tuple[tuple[Dims, Dims, str], ...], Meta(min_length=1)]
     dtype: Item
     requires_grad: bool
     memory_format: Item
@@ -85,8 +86,6 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         raise ValueError(f"its {len(specs)} tensors are not the {len(fixed.shards)} local shards of {dtype}")
     if prod(n for n in fixed.size if n) * dtype.itemsize >= 2**63:
         raise ValueError(f"its shape {show(fixed.size)} has more bytes than torch can count")
-    if not traits.all:
-        raise ValueError("its metadata has no shards")
     for offsets, sizes in (*fixed.shards, *(shard[:2] for shard in traits.all)):
         if not len(offsets) == len(sizes) == len(fixed.size):
             raise ValueError(f"a shard has {len(sizes)} dimensions, expected {len(fixed.size)}")
