@@ -103,9 +103,7 @@ def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value 
     # Counter.update() would add counts, and raise for children that are not numbers.
     for key, child in zip(keys, children, strict=True):
         mapping[key] = child
-    if attributes is not None:
-        values.set_attributes(mapping, values.from_wire(attributes))
-    return mapping
+    return mapping if attributes is None else values.set_attributes(mapping, values.from_wire(attributes))
 
 
 def _split_with_attributes(mapping: Any) -> _Parts:

@@ -174,10 +174,11 @@ def attributes_to_wire(container: object) -> Value:
     return Special(_DICT.code, pack(pairs)) if pairs else None
 
 
-def set_attributes(container: object, attributes: object) -> None:
+def set_attributes(container: T, attributes: object) -> T:
     """Set the attributes of a container; raise TypeError unless they are a dict with strings as keys."""
     for name, value in require_type(dict, attributes).items():
         vars(container)[require_type(str, name)] = value
+    return container
 
 
 def require_type(cls: type[T], value: object) -> T:
@@ -207,12 +208,6 @@ def _dict_to_wire(mapping: Any) -> object:
 def _dict_from_wire(pairs: _Pairs) -> dict[Any, object]:
     keys = require_distinct(from_wire(key) for key, _ in pairs)
     return dict(zip(keys, (from_wire(value) for _, value in pairs), strict=True))
-
-
-def _ordered_dict_from_wire(wire: tuple[_Pairs, _Pairs]) -> OrderedDict[object, object]:
-    built = OrderedDict(_dict_from_wire(wire[0]))
-    set_attributes(built, _dict_from_wire(wire[1]))
-    return built
 
 
 def _enum_to_wire(member: enum.Enum) -> object:
@@ -256,7 +251,7 @@ _KINDS = (
     ValueKind(17, list, _Items, _list_to_wire, _list_from_wire),
     _DICT,
     ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs], lambda d: [_dict_to_wire(d), _dict_to_wire(vars(d))],
-              _ordered_dict_from_wire),
+              lambda wire: set_attributes(OrderedDict(_dict_from_wire(wire[0])), _dict_from_wire(wire[1]))),
     ValueKind(20, set, _Items, _set_to_wire, lambda wire: set(require_distinct(map(from_wire, wire)))),
     ValueKind(21, frozenset, _Items, _set_to_wire,
               lambda wire: frozenset(require_distinct(map(from_wire, wire)))),

@@ -97,7 +97,7 @@ class Kind(NamedTuple):
 
 
 def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    """Check that a leaf from a peer, with the tensors that it names, is a sound leaf of its kind.
+    """Check that a leaf from a peer, with the tensors that it names, is a valid leaf of its kind.
 
     Raises:
         BadManifest: it is malformed.

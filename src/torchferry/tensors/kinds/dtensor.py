@@ -110,8 +110,8 @@ def _placement_to_wire(placement: Placement) -> PlacementForm:
 def _placement_from_wire(wire: PlacementForm) -> Placement:
     name, *values = wire
     cls, arguments = _PLACEMENTS.get(str(name), (None, {}))
-    is_sound = cls is not None and list(map(type, values)) == [*arguments.values()]
-    if not is_sound or (name == "partial" and values[0] not in _REDUCTIONS):
+    is_known = cls is not None and list(map(type, values)) == [*arguments.values()]
+    if not is_known or (name == "partial" and values[0] not in _REDUCTIONS):
         raise ValueError(f"its placement {show(wire)} is unknown")
     return cls(**dict(zip(arguments, values, strict=True)))  # type: ignore[no-any-return]
 
