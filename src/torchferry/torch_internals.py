@@ -11,32 +11,38 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
+from msgspec import Meta, Struct
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+_Size = Annotated[int, Meta(ge=1)]
+_Stride = Annotated[int, Meta(ge=0)]
 
-class MeshLayout(NamedTuple):
-    """The layout of a mesh: a flat list of ranks, and for each dimension its sizes and strides in that list.
+
+class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh as data: a flat list of ranks, and for each dimension its sizes and strides in that list.
 
     A dimension that torch made by flattening several has one size and one stride for each. A slice keeps the
     ranks of the mesh that it was sliced from, so every one of those ranks can find its own slice.
     `coalesced` is for torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of
-    the same ranks.
+    the same ranks. The types are checked when the layout comes from a peer.
     """
 
-    ranks: tuple[int, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    coalesced: bool = False
+    ranks: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...]
+    sizes: tuple[Annotated[tuple[_Size, ...], Meta(max_length=128)], ...]
+    strides: tuple[Annotated[tuple[_Stride, ...], Meta(max_length=128)], ...]
+    coalesced: bool
+    device: str
+    names: tuple[str, ...] | None
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a rank; None if it is not in the mesh.
 
-        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).coordinate(2)
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,)), False, "cpu", None).coordinate(2)
         (1, 0)
         """
         if rank not in self.ranks:
@@ -46,7 +52,7 @@ class MeshLayout(NamedTuple):
     def row(self, rank: int, dim: int) -> list[int]:
         """List the ranks that share all coordinates but one with a rank of the mesh.
 
-        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).row(2, dim=0)
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,)), False, "cpu", None).row(2, dim=0)
         [0, 2]
         """
         return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
@@ -70,6 +76,7 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
     """Read the layout of a mesh. Without torch's `_layout`, a flattened mesh has only its own ranks."""
     layout: Any = getattr(mesh, "_layout", None)
     ranks = getattr(mesh, "_flatten_rank_map", None)
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     with suppress(AttributeError, TypeError):
         # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
         coalesced = not isinstance(layout, Sequence) and isinstance(layout.shape, int)
@@ -80,26 +87,24 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
         else:
             pairs = list(zip(layout.shape, layout.stride, strict=True))
         sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
-        return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides), coalesced)  # type: ignore[arg-type]
-    return _layout_of_ranks(mesh)
+        return MeshLayout(tuple(ranks), sizes, strides, coalesced, mesh.device_type, names)  # type: ignore[arg-type]
+    return _layout_of_ranks(mesh, names)
 
 
-def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
+def _layout_of_ranks(mesh: DeviceMesh, names: tuple[str, ...] | None) -> MeshLayout:
     root, dims = mesh, list(range(mesh.ndim))
     with suppress(Exception):
         from torch.distributed.device_mesh import _mesh_resources
 
         # The mesh that this one was sliced from.
         parent = _mesh_resources.get_root_mesh(mesh)
-        names = list(parent.mesh_dim_names or ())
-        if parent is not mesh and mesh.mesh_dim_names:
-            dims = [names.index(name) for name in mesh.mesh_dim_names]
+        if parent is not mesh and names:
+            dims = [list(parent.mesh_dim_names or ()).index(name) for name in names]
             root = parent
-    return MeshLayout(
-        tuple(root.mesh.flatten().tolist()),
-        tuple((int(root.shape[dim]),) for dim in dims),
-        tuple((prod(root.shape[dim + 1 :]),) for dim in dims),
-    )
+    ranks = tuple(root.mesh.flatten().tolist())
+    sizes = tuple((int(root.shape[dim]),) for dim in dims)
+    strides = tuple((prod(root.shape[dim + 1 :]),) for dim in dims)
+    return MeshLayout(ranks, sizes, strides, False, mesh.device_type, names)
 
 
 def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
@@ -108,7 +113,7 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(inner for number in numbers for inner in _flat(number))
 
 
-def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int | None) -> DeviceMesh:
+def make_mesh(layout: MeshLayout, rank: int | None) -> DeviceMesh:
     """Create a mesh without process groups. `rank` is this process's global rank, None if it has none.
 
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
@@ -120,18 +125,18 @@ def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, ra
             with suppress(ImportError, AttributeError, TypeError):
                 options: Any = {"_layout": make_layout(layout), "_rank": own, "_init_backend": False}
                 ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
-                return DeviceMesh(device, mesh_dim_names=names, _rank_map=ranks, **options)
-        return _mesh_of_ranks(device, layout, names, own)
+                return DeviceMesh(layout.device, mesh_dim_names=layout.names, _rank_map=ranks, **options)
+        return _mesh_of_ranks(layout, own)
 
 
-def _mesh_of_ranks(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
+def _mesh_of_ranks(layout: MeshLayout, rank: int) -> DeviceMesh:
     shape = [prod(sizes) for sizes in layout.sizes]
     block = torch.tensor(layout.block(rank), dtype=torch.int, device="cpu").view(shape)
     if dist.is_initialized():
-        return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
+        return DeviceMesh(layout.device, block, mesh_dim_names=layout.names, _init_backend=False)
     # The initializer calls get_rank(), which raises in a process without a default group.
     mesh: Any = DeviceMesh.__new__(DeviceMesh)
-    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = device, block, names
+    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = layout.device, block, layout.names
     mesh._flatten_mesh_list = tuple(block.flatten().tolist())
     mesh._coordinate_on_dim = mesh._thread_id = None
     return cast(DeviceMesh, mesh)
@@ -147,7 +152,8 @@ def _layout_by_tuples(layout: MeshLayout) -> Any:
     from torch.distributed._mesh_layout import _MeshLayout
 
     columns: list[Any] = [
-        tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column) for column in layout[1:3]
+        tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column)
+        for column in (layout.sizes, layout.strides)
     ]
     return _MeshLayout(*(column[0] for column in columns) if layout.coalesced else columns)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,13 +65,13 @@ def test_a_flattened_dimension_has_a_coordinate_for_each_rank(mesh: DeviceMesh) 
 
 
 def test_a_dimension_of_size_1_may_have_stride_0() -> None:
-    layout = MeshLayout((3, 4), ((1,), (2,)), ((0,), (1,)))
+    layout = MeshLayout((3, 4), ((1,), (2,)), ((0,), (1,)), False, "cpu", None)
     assert layout.coordinate(4) == (0, 1)
     assert layout.row(4, 0) == [4]
 
 
 def test_a_layout_that_reaches_beyond_its_ranks_raises_nothing() -> None:
-    layout = MeshLayout((0, 1, 2), ((2,),), ((2,),))
+    layout = MeshLayout((0, 1, 2), ((2,),), ((2,),), False, "cpu", None)
     assert layout.coordinate(1) == (0,)
     assert layout.row(1, 0) == [1]
 
@@ -78,7 +79,7 @@ def test_a_layout_that_reaches_beyond_its_ranks_raises_nothing() -> None:
 @pytest.mark.parametrize("names", SLICES, ids="".join)
 def test_a_mesh_from_a_layout_equals_the_original(names: tuple[str, ...], mesh: DeviceMesh) -> None:
     part = part_of(mesh, names)
-    made = internals.make_mesh("cpu", internals.layout_of(part), names, RANK)
+    made = internals.make_mesh(internals.layout_of(part), RANK)
     assert made == part
     assert hash(made) == hash(part)
     assert list(made.get_coordinate() or ()) == list(part.get_coordinate() or ())
@@ -93,15 +94,17 @@ def no_import(*_: object) -> Any:
 def test_without_layouts_a_mesh_is_created_from_its_ranks(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = internals._layout_of_ranks(mesh)
+    layout = internals._layout_of_ranks(mesh, ("a", "b", "c"))
     assert layout == internals.layout_of(mesh)
     for name in ("_layout_by_dims", "_layout_by_tuples"):
         monkeypatch.setattr(internals, name, no_import)
-    made = internals.make_mesh("cpu", layout, ("a", "b", "c"), RANK)
+    made = internals.make_mesh(layout, RANK)
     assert made == mesh
     assert tuple(made.get_coordinate() or ()) == (1, 0, 1)
-    slice_of_it = MeshLayout(layout.ranks, layout.sizes[1:], layout.strides[1:])
-    assert internals.make_mesh("cpu", slice_of_it, ("b", "c"), RANK).mesh.tolist() == [[4, 5], [6, 7]]
+    slice_of_it = msgspec.structs.replace(
+        layout, sizes=layout.sizes[1:], strides=layout.strides[1:], names=("b", "c")
+    )
+    assert internals.make_mesh(slice_of_it, RANK).mesh.tolist() == [[4, 5], [6, 7]]
 
 
 def test_without_torch_s_list_only_the_default_group_is_found(

@@ -51,12 +51,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, value: Value) -> Self:
-        """Read the form from a Leaf.
-
-        Raises:
-            TypeError: the value is not a form.
-            msgspec.DecodeError: the value is another form.
-        """
+        """Read the form from a Leaf; raise TypeError or msgspec.DecodeError if the value is not this form."""
         if type(value) is not Special or value.code != FORM:
             raise TypeError(f"expected {cls.__name__}, got {show(value)}")
         return msgspec.msgpack.decode(value.data, type=cls)

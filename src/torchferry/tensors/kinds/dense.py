@@ -35,11 +35,7 @@ def with_grad_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 def check_grad_flags(flags: int, dtype: torch.dtype) -> None:
-    """Check that a tensor of a dtype can have these flags.
-
-    Raises:
-        ValueError: it can't require a gradient.
-    """
+    """Raise ValueError if a tensor of a dtype can't have these flags."""
     if flags & _REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"it requires a gradient, but {dtype} has none")
 

@@ -59,27 +59,12 @@ class DTensorFixed(Form, frozen=True):
     position: Position | None
 
 
-class MeshForm(Form, frozen=True):
-    """The sender's mesh: its device type, the fields of a MeshLayout, and its dimensions' names."""
-
-    device: str
-    ranks: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...]
-    sizes: Annotated[tuple[tuple[Annotated[int, Meta(ge=1)], ...], ...], Meta(max_length=MAX_DIMS)]
-    strides: Annotated[tuple[Dims, ...], Meta(max_length=MAX_DIMS)]
-    coalesced: bool
-    names: Annotated[tuple[str, ...], Meta(max_length=MAX_DIMS)] | None
-
-    @property
-    def layout(self) -> MeshLayout:
-        return MeshLayout(self.ranks, self.sizes, self.strides, self.coalesced)
-
-
 class DTensorTraits(Form, frozen=True):
     """The flags, stride and mesh of a fresh DTensor."""
 
     grad: GradFlags
     stride: Dims
-    mesh: MeshForm
+    mesh: MeshLayout
 
 
 def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
@@ -90,9 +75,7 @@ def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
     placements = tuple(map(_placement_to_wire, tensor.placements))
     position = _position(mesh.get_coordinate(), mesh.shape, placements)
     fixed = DTensorFixed(placements, tuple(tensor.shape), tuple(mesh.shape), position)
-    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-    mesh_form = MeshForm(mesh.device_type, *internals.layout_of(mesh), names)
-    traits = DTensorTraits(grad_flags(tensor), tuple(tensor.stride()), mesh_form)
+    traits = DTensorTraits(grad_flags(tensor), tuple(tensor.stride()), internals.layout_of(mesh))
     return Leaf(DTENSOR.name, (add_tensor(local),), fixed.packed(), traits.packed())
 
 
@@ -157,18 +140,18 @@ def _slice_of(mesh: DeviceMesh | None, shape: Dims, names: tuple[str, ...] | Non
     return found if tuple(found.shape) == shape else None
 
 
-def _create_mesh(form: MeshForm) -> DeviceMesh:
+def _create_mesh(layout: MeshLayout) -> DeviceMesh:
     # A process without a default group has no rank.
     rank = dist.get_rank() if dist.is_initialized() else None
-    mesh = internals.make_mesh(form.device, form.layout, form.names, rank)
-    if rank is not None and rank in form.ranks:
-        groups = _find_groups(form, rank)
+    mesh = internals.make_mesh(layout, rank)
+    if rank is not None and rank in layout.ranks:
+        groups = _find_groups(layout, rank)
         if groups is not None:
             internals.set_groups(mesh, groups)
     return mesh
 
 
-def _find_groups(form: MeshForm, rank: int) -> list[Any] | None:
+def _find_groups(layout: MeshLayout, rank: int) -> list[Any] | None:
     """Find a group of this process for each dimension of a mesh; None if a dimension has none.
 
     torch caches the results of operations by their inputs, and returns one of two equal meshes for the other.
@@ -176,11 +159,11 @@ def _find_groups(form: MeshForm, rank: int) -> list[Any] | None:
     """
     ranks_of = {group: dist.get_process_group_ranks(group) for group in internals.process_groups()}
     found = []
-    for dim in range(len(form.sizes)):
-        name = form.names[dim] if form.names else f"dim_{dim}"
+    for dim in range(len(layout.sizes)):
+        name = layout.names[dim] if layout.names else f"dim_{dim}"
         # torch creates or reuses these when it creates such a mesh itself. Otherwise, use the oldest.
         preferred = (f"mesh_{name}", "mesh_default", "default_pg")
-        row = form.layout.row(rank, dim)
+        row = layout.row(rank, dim)
         matching = [group for group, ranks in ranks_of.items() if ranks == row]
         if not matching:
             return None
@@ -190,16 +173,16 @@ def _find_groups(form: MeshForm, rank: int) -> list[Any] | None:
 
 def _misfit(leaf: Leaf, context: RebuildContext) -> Misfit | None:
     """Compare the sender's mesh and position with those of this process."""
-    fixed, form = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits).mesh
+    fixed, layout = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits).mesh
     coordinate: Sequence[int] | None = None
     if context.mesh is not None:
-        mesh = _slice_of(context.mesh, fixed.mesh, form.names)
+        mesh = _slice_of(context.mesh, fixed.mesh, layout.names)
         if mesh is None:
             local = _show_mesh(context.mesh.shape, context.mesh.mesh_dim_names)
-            return Misfit("mesh", _show_mesh(fixed.mesh, form.names), f"mesh={local}")
+            return Misfit("mesh", _show_mesh(fixed.mesh, layout.names), f"mesh={local}")
         coordinate = mesh.get_coordinate()
     elif dist.is_initialized():
-        coordinate = form.layout.coordinate(dist.get_rank())
+        coordinate = layout.coordinate(dist.get_rank())
     here = _position(coordinate, fixed.mesh, fixed.placements)
     if here == fixed.position:
         return None
