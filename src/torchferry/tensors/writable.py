@@ -38,8 +38,9 @@ def why_not_written(value: object, error: Unsendable) -> str | None:
             return "a lazy parameter without a shape: run a forward first"
         if value.device.type == "meta":
             return "a tensor on the meta device: call `to_empty()` first"
-        what = f"quantized tensor ({value.dtype})" if value.is_quantized else f"{name} ({value.layout})"
-        return f"a {what}, which can't be overwritten in place"
+        if value.is_quantized:
+            return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
+        return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
     if is_array_type(type(value)):
         return f"an array of the class {name}, which can't be overwritten in place"
     if not holds_tensors(value):
