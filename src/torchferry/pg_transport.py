@@ -24,7 +24,7 @@ from torchferry.core.report import Report
 from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
-from torchferry.tensors.kinds import Site as RebuildContext
+from torchferry.tensors.kinds import RebuildContext
 
 __all__ = [
     "PGTransport",

@@ -7,121 +7,104 @@ kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
+from msgspec import Meta, Struct
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+_Size = Annotated[int, Meta(ge=1)]
+_Stride = Annotated[int, Meta(ge=0)]
 
-class MeshLayout(NamedTuple):
-    """The layout of a mesh: a flat list of ranks, and for each dimension its sizes and strides in that list.
+
+class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
+    """A mesh as data: a flat list of ranks, and for each dimension its sizes and strides in that list.
 
     A dimension that torch made by flattening several has one size and one stride for each. A slice keeps the
     ranks of the mesh that it was sliced from, so every one of those ranks can find its own slice.
     `coalesced` is for torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of
-    the same ranks.
+    the same ranks. The types are checked when the layout comes from a peer.
     """
 
-    ranks: tuple[int, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    coalesced: bool = False
+    ranks: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...]
+    sizes: tuple[Annotated[tuple[_Size, ...], Meta(max_length=128)], ...]
+    strides: tuple[Annotated[tuple[_Stride, ...], Meta(max_length=128)], ...]
+    coalesced: bool
+    device: str
+    names: tuple[str, ...] | None
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a rank; None if it is not in the mesh.
 
-        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).coordinate(2)
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,)), False, "cpu", None).coordinate(2)
         (1, 0)
         """
         if rank not in self.ranks:
             return None
-        position = self.ranks.index(rank)
-        return tuple(
-            _along(position, sizes, strides) for sizes, strides in zip(self.sizes, self.strides, strict=True)
-        )
+        return tuple(self.row(rank, dim).index(rank) for dim in range(len(self.sizes)))
 
     def row(self, rank: int, dim: int) -> list[int]:
         """List the ranks that share all coordinates but one with a rank of the mesh.
 
-        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,))).row(2, dim=0)
+        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,)), False, "cpu", None).row(2, dim=0)
         [0, 2]
         """
-        start = self._origin(rank, [dim])
-        return [self.ranks[start + step] for step in _steps(self.sizes[dim], self.strides[dim])]
+        return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
 
     def block(self, rank: int) -> list[int]:
         """List the ranks of the slice that contains a rank; of the first slice if none does."""
-        start = self._origin(rank, range(len(self.sizes))) if rank in self.ranks else 0
-        sizes = [size for dim in self.sizes for size in dim]
-        strides = [stride for dim in self.strides for stride in dim]
-        return [self.ranks[start + step] for step in _steps(sizes, strides)]
+        return self._ranks_around(rank, chain(*self.sizes), chain(*self.strides))
 
-    def _origin(self, rank: int, dims: Sequence[int]) -> int:
-        position = self.ranks.index(rank)
-        for dim in dims:
-            for size, stride in zip(self.sizes[dim], self.strides[dim], strict=True):
-                position -= position // stride % size * stride
-        return position
-
-
-def _along(position: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
-    place = 0
-    for size, stride in zip(sizes, strides, strict=True):
-        place = place * size + position // stride % size
-    return place
-
-
-def _steps(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    found = [0]
-    for size, stride in zip(sizes, strides, strict=True):
-        found = [step + number * stride for step in found for number in range(size)]
-    return found
+    def _ranks_around(self, rank: int, sizes: Iterable[int], strides: Iterable[int]) -> list[int]:
+        start = self.ranks.index(rank) if rank in self.ranks else 0
+        offsets = [0]
+        for size, stride in zip(sizes, strides, strict=True):
+            if size > 1:  # a dimension of size 1 may have stride 0
+                start -= start // stride % size * stride
+            offsets = [offset + index * stride for offset in offsets for index in range(size)]
+        # The layout may come from a peer, and reach beyond its ranks.
+        return [self.ranks[start + offset] for offset in offsets if start + offset < len(self.ranks)]
 
 
 def layout_of(mesh: DeviceMesh) -> MeshLayout:
     """Read the layout of a mesh. Without torch's `_layout`, a flattened mesh has only its own ranks."""
-    layout = getattr(mesh, "_layout", None)
+    layout: Any = getattr(mesh, "_layout", None)
     ranks = getattr(mesh, "_flatten_rank_map", None)
-    if layout is not None and ranks is not None:
-        with suppress(AttributeError, TypeError):
-            # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
-            coalesced = False
-            if isinstance(layout, Sequence):
-                pairs = [(dim.shape, dim.stride) for dim in layout]
-            elif coalesced := isinstance(layout.shape, int):
-                pairs = [(layout.shape, layout.stride)]
-            else:
-                pairs = list(zip(layout.shape, layout.stride, strict=True))
-            sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
-            return MeshLayout(tuple(ranks), tuple(sizes), tuple(strides), coalesced)
-    return _layout_of_ranks(mesh)
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
+    with suppress(AttributeError, TypeError):
+        # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
+        coalesced = not isinstance(layout, Sequence) and isinstance(layout.shape, int)
+        if coalesced:
+            pairs = [(layout.shape, layout.stride)]
+        elif isinstance(layout, Sequence):
+            pairs = [(dim.shape, dim.stride) for dim in layout]
+        else:
+            pairs = list(zip(layout.shape, layout.stride, strict=True))
+        sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
+        return MeshLayout(tuple(ranks), sizes, strides, coalesced, mesh.device_type, names)  # type: ignore[arg-type]
+    return _layout_of_ranks(mesh, names)
 
 
-def _layout_of_ranks(mesh: DeviceMesh) -> MeshLayout:
-    root, dims = _root_of(mesh)
-    strides = [prod(root.shape[dim + 1 :]) for dim in dims]
-    return MeshLayout(
-        tuple(root.mesh.flatten().tolist()),
-        tuple((int(root.shape[dim]),) for dim in dims),
-        tuple((stride,) for stride in strides),
-    )
-
-
-def _root_of(mesh: DeviceMesh) -> tuple[DeviceMesh, Sequence[int]]:
-    """Find the mesh that a mesh was sliced from, and the slice's dimensions in it."""
+def _layout_of_ranks(mesh: DeviceMesh, names: tuple[str, ...] | None) -> MeshLayout:
+    root, dims = mesh, list(range(mesh.ndim))
     with suppress(Exception):
         from torch.distributed.device_mesh import _mesh_resources
 
-        root = _mesh_resources.get_root_mesh(mesh)
-        names = list(root.mesh_dim_names or ())
-        if root is not mesh and mesh.mesh_dim_names:
-            return root, [names.index(name) for name in mesh.mesh_dim_names]
-    return mesh, range(mesh.ndim)
+        # The mesh that this one was sliced from.
+        parent = _mesh_resources.get_root_mesh(mesh)
+        if parent is not mesh and names:
+            dims = [list(parent.mesh_dim_names or ()).index(name) for name in names]
+            root = parent
+    ranks = tuple(root.mesh.flatten().tolist())
+    sizes = tuple((int(root.shape[dim]),) for dim in dims)
+    strides = tuple((prod(root.shape[dim + 1 :]),) for dim in dims)
+    return MeshLayout(ranks, sizes, strides, False, mesh.device_type, names)
 
 
 def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
@@ -130,36 +113,30 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(inner for number in numbers for inner in _flat(number))
 
 
-def make_mesh(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int | None) -> DeviceMesh:
+def make_mesh(layout: MeshLayout, rank: int | None) -> DeviceMesh:
     """Create a mesh without process groups. `rank` is this process's global rank, None if it has none.
 
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
     own = -1 if rank is None else rank
-    ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
     # Some versions of DeviceMesh create tensors on the default device.
     with torch.device("cpu"):
-        for make in (_layout_by_dims, _layout_by_tuples):
+        for make_layout in (_layout_by_dims, _layout_by_tuples):
             with suppress(ImportError, AttributeError, TypeError):
-                return DeviceMesh(
-                    device,
-                    mesh_dim_names=names,
-                    _layout=make(layout),
-                    _rank_map=ranks,
-                    _init_backend=False,
-                    _rank=own,
-                )
-        return _mesh_of_ranks(device, layout, names, own)
+                options: Any = {"_layout": make_layout(layout), "_rank": own, "_init_backend": False}
+                ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
+                return DeviceMesh(layout.device, mesh_dim_names=layout.names, _rank_map=ranks, **options)
+        return _mesh_of_ranks(layout, own)
 
 
-def _mesh_of_ranks(device: str, layout: MeshLayout, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
+def _mesh_of_ranks(layout: MeshLayout, rank: int) -> DeviceMesh:
     shape = [prod(sizes) for sizes in layout.sizes]
     block = torch.tensor(layout.block(rank), dtype=torch.int, device="cpu").view(shape)
     if dist.is_initialized():
-        return DeviceMesh(device, block, mesh_dim_names=names, _init_backend=False)
+        return DeviceMesh(layout.device, block, mesh_dim_names=layout.names, _init_backend=False)
     # The initializer calls get_rank(), which raises in a process without a default group.
     mesh: Any = DeviceMesh.__new__(DeviceMesh)
-    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = device, block, names
+    mesh.device_type, mesh.mesh, mesh.mesh_dim_names = layout.device, block, layout.names
     mesh._flatten_mesh_list = tuple(block.flatten().tolist())
     mesh._coordinate_on_dim = mesh._thread_id = None
     return cast(DeviceMesh, mesh)
@@ -174,23 +151,21 @@ def _layout_by_dims(layout: MeshLayout) -> Any:
 def _layout_by_tuples(layout: MeshLayout) -> Any:
     from torch.distributed._mesh_layout import _MeshLayout
 
-    sizes, strides = (
+    columns: list[Any] = [
         tuple(numbers[0] if len(numbers) == 1 else numbers for numbers in column)
         for column in (layout.sizes, layout.strides)
-    )
-    if layout.coalesced:
-        return _MeshLayout(sizes[0], strides[0])  # type: ignore[call-arg,arg-type]
-    return _MeshLayout(sizes, strides)  # type: ignore[call-arg,arg-type]
+    ]
+    return _MeshLayout(*(column[0] for column in columns) if layout.coalesced else columns)
 
 
-def give_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
+def set_groups(mesh: DeviceMesh, groups: Sequence[Any]) -> None:
     """Attach a process group to each dimension of a mesh. Collectives raise on a mesh without them."""
     mesh._dim_group_names = [group.group_name for group in groups]
     if hasattr(mesh, "_pg_registry"):
         mesh._pg_registry = {group.group_name: group for group in groups}
 
 
-def living_groups() -> list[Any]:
+def process_groups() -> list[Any]:
     """List the process groups of this process. Without torch's `_world`, only the default group."""
     with suppress(ImportError, AttributeError):
         from torch.distributed.distributed_c10d import _world
@@ -199,13 +174,7 @@ def living_groups() -> list[Any]:
     return [dist.group.WORLD] if dist.is_initialized() else []
 
 
-def make_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Any],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> torch.Tensor:
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> Tensor:
     """Create a DTensor from a local tensor. Without `DTensorSpec`, this process must be in the mesh."""
     from torch.distributed.tensor import DTensor
 
@@ -218,86 +187,59 @@ def make_dtensor(
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def local_part(tensor: Any) -> torch.Tensor:
+def local_tensor_of(tensor: Any) -> Tensor:
     """Return the local tensor of a DTensor. Without `_local_tensor`, a view of it."""
     found = getattr(tensor, "_local_tensor", None)
-    return found if isinstance(found, torch.Tensor) else tensor.detach().to_local()
+    return found if isinstance(found, Tensor) else tensor.detach().to_local()
 
 
-def strided_shard() -> Any:
+def strided_shard_class() -> Any:
     """Return the class `_StridedShard`. Without it, a class that no placement is an instance of."""
     try:
         from torch.distributed.tensor.placement_types import _StridedShard
     except ImportError:
-        return _NoStridedShard
+        return type("_NoStridedShard", (), {})
     return _StridedShard
 
 
-class _NoStridedShard:
-    """Replaces `_StridedShard` in a torch that does not have it."""
+def sharded_tensor_module() -> Any:
+    """Return torch's private package for ShardedTensors. Without it, raise ImportError."""
+    from torch.distributed._shard import sharded_tensor
+
+    return sharded_tensor
 
 
-class ShardedTensors(NamedTuple):
-    """The classes of torch's private package for ShardedTensors."""
-
-    shard: Any
-    shard_metadata: Any
-    tensor: Any
-    tensor_metadata: Any
-    tensor_properties: Any
-
-
-@cache
-def sharded_tensors() -> ShardedTensors:
-    """Return the classes that ShardedTensors are built with.
-
-    Raises:
-        ImportError: this torch has no ShardedTensor.
-    """
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-
-    return ShardedTensors(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties)
-
-
-def make_sharded_tensor(shards: list[Any], whole: Any) -> Any:
+def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
     """Create a ShardedTensor from local shards and the metadata of the whole tensor.
 
     It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
-    and the one of its base compares all pairs of shards, of which a peer chooses the number.
-
-    Raises:
-        ImportError: this torch has no ShardedTensor.
+    and the one of its base compares all pairs of shards, of which a peer chooses the number. Without
+    ShardedTensor, it raises ImportError.
     """
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
     from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 
-    properties = whole.tensor_properties
+    properties = metadata.tensor_properties
     built: Any = ShardedTensorBase.__new__(
         ShardedTensor,
-        _infer_sharding_spec_from_shards_metadata(whole.shards_metadata),
-        whole.size,
+        _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata),
+        metadata.size,
         dtype=properties.dtype,
         layout=torch.strided,
         pin_memory=False,
         requires_grad=properties.requires_grad,
     )
     built._local_shards = shards
-    built._metadata = whole
+    built._metadata = metadata
     if dist.is_initialized():
         built._prepare_init()
     else:
-        built._process_group = None  # for what needs none: without it, even size() fails
+        built._process_group = None  # size() reads it
     return built
 
 
 def pytree() -> Any:
-    """Return torch's `_pytree`, which the pickled metadata of torch's PGTransport refers to.
-
-    Raises:
-        ImportError: this torch has no such module; only that metadata can't be used then.
-    """
+    """Return torch's `_pytree`, for the metadata of torch's PGTransport. Without it, raise ImportError."""
     from torch.utils import _pytree
 
     return _pytree
@@ -322,10 +264,9 @@ def backend_name(backend: Any) -> str | None:
     return str(backend.name()) if isinstance(backend, Backend) else None
 
 
-def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+def neg_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor with the neg bit flipped. Without `_neg_view`, a negated copy."""
-    view: Callable[[torch.Tensor], torch.Tensor] | None = getattr(torch, "_neg_view", None)
-    return -tensor if view is None else view(tensor)
+    return torch._neg_view(tensor) if hasattr(torch, "_neg_view") else -tensor
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -333,83 +274,30 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return getattr(storage, "_cdata", None) or storage.data_ptr()
 
 
-def is_zerotensor(tensor: torch.Tensor) -> bool:
+def is_zerotensor(tensor: Tensor) -> bool:
     """Return whether a tensor is one of autograd's zeros without memory. Without `_is_zerotensor`, False."""
-    ask = getattr(tensor, "_is_zerotensor", None)
-    return ask is not None and bool(ask())
+    return hasattr(tensor, "_is_zerotensor") and tensor._is_zerotensor()
 
 
 UNCOUNTED = -1
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the version counter of each tensor; UNCOUNTED for those without one, as inference tensors.
-
-    Without `_version`, all are UNCOUNTED.
-    """
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the version counter of each tensor; UNCOUNTED for inference tensors, and without `_version`."""
     try:
         return [tensor._version for tensor in tensors]
     except (RuntimeError, AttributeError):
-        return [
-            UNCOUNTED if tensor.is_inference() else getattr(tensor, "_version", UNCOUNTED)
-            for tensor in tensors
-        ]
+        return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
 
 
-def coo_members(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values of a COO tensor, coalesced or not.
-
-    Without `_indices` and `_values`, a tensor that is not coalesced raises.
-    """
+def coo_members(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a COO tensor. Without `_indices`, it must be coalesced."""
     if hasattr(tensor, "_indices") and hasattr(tensor, "_values"):
         return tensor._indices(), tensor._values()
     return tensor.indices(), tensor.values()
 
 
-def set_coalesced(tensor: torch.Tensor, coalesced: bool) -> None:
+def set_coalesced(tensor: Tensor, coalesced: bool) -> None:
     """Set whether a COO tensor is coalesced. Without `_coalesced_`, nothing changes."""
     with suppress(AttributeError), torch.no_grad():
         tensor._coalesced_(coalesced)
-
-
-def check_coo(tensor: torch.Tensor, coalesced: bool) -> None:
-    """Check the indices of a COO tensor. Without torch's own check, by creating another tensor from them.
-
-    Raises:
-        RuntimeError: an index is out of range.
-    """
-    indices, values = coo_members(tensor.detach())
-    check = getattr(torch, "_validate_sparse_coo_tensor_args", None)
-    if check is not None:
-        check(indices, values, tensor.shape, coalesced)
-    else:
-        torch.sparse_coo_tensor(
-            indices,
-            values,
-            tensor.shape,
-            is_coalesced=coalesced,
-            check_invariants=True,
-            device=values.device,
-        )
-
-
-def check_compressed(tensor: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
-    """Check the indices of a compressed tensor. Without torch's own check, by creating another tensor.
-
-    Raises:
-        RuntimeError: an index is out of range.
-    """
-    check = getattr(torch, "_validate_sparse_compressed_tensor_args", None)
-    if check is not None:
-        check(*members, tensor.shape, tensor.layout)
-    else:
-        compressed, plain, values = members
-        torch.sparse_compressed_tensor(
-            compressed,
-            plain,
-            values,
-            tensor.shape,
-            layout=tensor.layout,
-            check_invariants=True,
-            device=values.device,
-        )

@@ -519,7 +519,7 @@ def test_a_sender_that_refuses_tells_its_receivers(receivers: int, late_s: float
     for refusal, told_s, fates in told:
         assert type(refusal) is PeerGaveUp
         assert (refusal.peer, refusal.failed_rank) == (0, 0)
-        assert "model.lock: a value of type _thread.lock can't travel" in str(refusal)
+        assert "model.lock: a value of type _thread.lock can't be sent" in str(refusal)
         assert told_s - began_s < late_s + PROMPT_S
         assert fates == ALL_NEW
 

@@ -31,7 +31,7 @@ _PREAMBLE_BYTES = 13
 def corpus() -> list[bytes]:
     """Bodies of valid frames that between them have every kind of leaf, container and value."""
     base = torch.arange(64.0)
-    mesh = make_mesh("cpu", MeshLayout((0,), ((1,),), ((1,),)), None, 0)
+    mesh = make_mesh(MeshLayout((0,), ((1,),), ((1,),), False, "cpu", None), 0)
     states: list[object] = [
         {
             "w": base.view(8, 8),

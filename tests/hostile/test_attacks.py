@@ -32,7 +32,7 @@ from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
 from torchferry.tensors.fresh import FreshMemory, StorageLayout
-from torchferry.tensors.kinds import Site
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.testing import MemoryNetwork
 
 FAMILIES = (envelopes, extents, kinds, pickles, trees, values)
@@ -98,7 +98,7 @@ def take_apart(data: bytes) -> None:
     """Do all that a receiver does with metadata before the payload."""
     frame = decode_any(data)
     plan(frame)
-    prepare(frame.manifest, Site())
+    prepare(frame.manifest, RebuildContext())
     FreshMemory(StorageLayout(frame.manifest)).allocate(range(len(frame.manifest.storages)))
 
 
@@ -245,7 +245,7 @@ def test_what_a_frame_takes_in_memory_is_bounded_by_its_length(place: str) -> No
         tracemalloc.start()
         try:
             with suppress(FerryError):
-                prepare(decode_any(frame, allow_pickle=False).manifest, Site())
+                prepare(decode_any(frame, allow_pickle=False).manifest, RebuildContext())
             times = tracemalloc.get_traced_memory()[1] / len(frame)
         finally:
             tracemalloc.stop()

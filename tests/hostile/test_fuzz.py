@@ -26,7 +26,7 @@ from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, choose_result_tree, misfits, prepare
 from torchferry.tensors.describe import describe_target
 from torchferry.tensors.fresh import FreshMemory, StorageLayout
-from torchferry.tensors.kinds import Site, look_at
+from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import run_of
 
 MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "5000"))
@@ -54,17 +54,17 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         placed = plan(envelope)
         stage = "prepare"
         manifest = envelope.manifest
-        prepared = prepare(manifest, Site())
+        prepared = prepare(manifest, RebuildContext())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
             fresh = FreshMemory(StorageLayout(manifest))
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
-            assemble_fresh(prepared, fresh, Site())
+            assemble_fresh(prepared, fresh, RebuildContext())
         stage = "compare"
         local = describe_target(target)
-        misfits(manifest, range(len(manifest.leaves)), Site())
-        comparison = compare(manifest, local.manifest, look_at, strict=False, extra="fresh")
+        misfits(manifest, range(len(manifest.leaves)), RebuildContext())
+        comparison = compare(manifest, local.manifest, properties_of, strict=False, extra="fresh")
         # Most frames have nothing in common with the target, and that is no fault of theirs.
         if comparison.mismatches and comparison.pairs:
             raise StateMismatch(comparison.mismatches)

@@ -1,4 +1,4 @@
-"""Private parts of torch: what is made of them, and what is done where this torch lacks one."""
+"""The private APIs of torch, and the fallback for each if torch does not have it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,9 +40,7 @@ def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 @pytest.mark.parametrize("names", SLICES, ids="".join)
-def test_a_layout_says_of_every_rank_what_torch_says_of_this_one(
-    names: tuple[str, ...], mesh: DeviceMesh
-) -> None:
+def test_a_layout_agrees_with_torch(names: tuple[str, ...], mesh: DeviceMesh) -> None:
     part = part_of(mesh, names)
     layout = internals.layout_of(part)
     coordinate = part.get_coordinate()
@@ -50,7 +49,7 @@ def test_a_layout_says_of_every_rank_what_torch_says_of_this_one(
     assert layout.block(RANK) == part.mesh.flatten().tolist()
     for dim in range(part.ndim):
         assert layout.row(RANK, dim) == dist.get_process_group_ranks(part.get_group(dim))
-    # Every other rank finds the slice that it is in itself.
+    # Every rank finds its own slice.
     for rank in range(8):
         found = layout.coordinate(rank)
         assert found is not None
@@ -58,53 +57,65 @@ def test_a_layout_says_of_every_rank_what_torch_says_of_this_one(
     assert layout.coordinate(8) is None
 
 
-def test_a_flattened_dimension_has_a_place_for_each_of_its_ranks(mesh: DeviceMesh) -> None:
+def test_a_flattened_dimension_has_a_coordinate_for_each_rank(mesh: DeviceMesh) -> None:
     flat = mesh["a", "b"]._flatten()
     layout = internals.layout_of(flat)
     assert layout.coordinate(RANK) == tuple(flat.get_coordinate() or ())
     assert layout.row(RANK, 0) == flat.mesh.tolist()
 
 
+def test_a_dimension_of_size_1_may_have_stride_0() -> None:
+    layout = MeshLayout((3, 4), ((1,), (2,)), ((0,), (1,)), False, "cpu", None)
+    assert layout.coordinate(4) == (0, 1)
+    assert layout.row(4, 0) == [4]
+
+
+def test_a_layout_that_reaches_beyond_its_ranks_raises_nothing() -> None:
+    layout = MeshLayout((0, 1, 2), ((2,),), ((2,),), False, "cpu", None)
+    assert layout.coordinate(1) == (0,)
+    assert layout.row(1, 0) == [1]
+
+
 @pytest.mark.parametrize("names", SLICES, ids="".join)
-def test_a_mesh_is_made_equal_to_the_one_that_it_was_read_from(
-    names: tuple[str, ...], mesh: DeviceMesh
-) -> None:
+def test_a_mesh_from_a_layout_equals_the_original(names: tuple[str, ...], mesh: DeviceMesh) -> None:
     part = part_of(mesh, names)
-    made = internals.make_mesh("cpu", internals.layout_of(part), names, RANK)
+    made = internals.make_mesh(internals.layout_of(part), RANK)
     assert made == part
     assert hash(made) == hash(part)
     assert list(made.get_coordinate() or ()) == list(part.get_coordinate() or ())
-    internals.give_groups(made, part.get_all_groups())
+    internals.set_groups(made, part.get_all_groups())
     assert made.get_all_groups() == part.get_all_groups()
 
 
 def no_import(*_: object) -> Any:
-    raise ImportError("this torch has no such thing")
+    raise ImportError("removed by the test")
 
 
-def test_without_layouts_a_mesh_is_read_and_made_by_its_ranks(
+def test_without_layouts_a_mesh_is_created_from_its_ranks(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = internals._layout_of_ranks(mesh)
+    layout = internals._layout_of_ranks(mesh, ("a", "b", "c"))
     assert layout == internals.layout_of(mesh)
     for name in ("_layout_by_dims", "_layout_by_tuples"):
         monkeypatch.setattr(internals, name, no_import)
-    made = internals.make_mesh("cpu", layout, ("a", "b", "c"), RANK)
+    made = internals.make_mesh(layout, RANK)
     assert made == mesh
     assert tuple(made.get_coordinate() or ()) == (1, 0, 1)
-    slice_of_it = MeshLayout(layout.ranks, layout.sizes[1:], layout.strides[1:])
-    assert internals.make_mesh("cpu", slice_of_it, ("b", "c"), RANK).mesh.tolist() == [[4, 5], [6, 7]]
+    slice_of_it = msgspec.structs.replace(
+        layout, sizes=layout.sizes[1:], strides=layout.strides[1:], names=("b", "c")
+    )
+    assert internals.make_mesh(slice_of_it, RANK).mesh.tolist() == [[4, 5], [6, 7]]
 
 
-def test_without_torch_s_record_only_the_default_group_is_known(
+def test_without_torch_s_list_only_the_default_group_is_found(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(mesh.get_all_groups()) <= set(internals.living_groups())
+    assert set(mesh.get_all_groups()) <= set(internals.process_groups())
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(default_pg="the default group"))
-    assert internals.living_groups() == ["the default group"]
+    assert internals.process_groups() == ["the default group"]
 
 
-def test_without_its_spec_a_dtensor_is_made_by_the_public_way(
+def test_without_dtensor_specs_a_dtensor_is_created_by_the_public_api(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, shape = torch.ones(2, 3), torch.Size((4, 3))
@@ -115,12 +126,12 @@ def test_without_its_spec_a_dtensor_is_made_by_the_public_way(
     for each in (made, again):
         assert type(each) is DTensor
         assert (each.shape, each.stride(), each.placements) == (shape, (3, 1), tuple(placements))
-        assert torch.equal(internals.local_part(each), local)
+        assert torch.equal(internals.local_tensor_of(each), local)
 
 
-def test_without_its_local_tensor_a_dtensor_is_asked_for_it(mesh: DeviceMesh) -> None:
+def test_without_the_attribute_the_local_tensor_comes_from_the_public_api(mesh: DeviceMesh) -> None:
     class Other:
-        """What DTensor promises in public."""
+        """The public API of a DTensor."""
 
         def detach(self) -> Other:
             return self
@@ -128,23 +139,23 @@ def test_without_its_local_tensor_a_dtensor_is_asked_for_it(mesh: DeviceMesh) ->
         def to_local(self) -> torch.Tensor:
             return torch.ones(3)
 
-    assert internals.local_part(Other()).tolist() == [1, 1, 1]
+    assert internals.local_tensor_of(Other()).tolist() == [1, 1, 1]
 
 
-def test_without_strided_shards_nothing_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert internals.strided_shard() is placement_types._StridedShard
+def test_without_strided_shards_no_placement_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert internals.strided_shard_class() is placement_types._StridedShard
     monkeypatch.delattr(placement_types, "_StridedShard")
-    assert not isinstance(Shard(0), internals.strided_shard())
+    assert not isinstance(Shard(0), internals.strided_shard_class())
 
 
-def test_without_sharded_tensors_one_that_arrives_is_an_unknown_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sharded_tensors_their_kind_is_an_unknown_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchferry.tensors.kinds.sharded", raising=False)
-    monkeypatch.setattr(internals, "sharded_tensors", no_import)
+    monkeypatch.setattr(internals, "sharded_tensor_module", no_import)
     with pytest.raises(UnknownType, match="this version of torch has no ShardedTensor"):
         kind_named("sharded")
 
 
-def test_without_a_word_for_it_a_group_is_its_own_backend_and_has_no_name(
+def test_without_the_api_a_group_is_its_own_backend_and_has_no_name(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
@@ -157,7 +168,7 @@ def test_without_a_word_for_it_a_group_is_its_own_backend_and_has_no_name(
     assert internals.backend_name(group) is None
 
 
-def test_without_neg_views_it_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_neg_views_the_result_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(3.0)
     assert internals.neg_view(tensor).is_neg()
     monkeypatch.delattr(torch, "_neg_view")
@@ -166,7 +177,7 @@ def test_without_neg_views_it_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Plain:
-    """A tensor or storage of another torch, with nothing private to it."""
+    """A tensor or storage without private attributes."""
 
     def is_inference(self) -> bool:
         return False
@@ -175,7 +186,7 @@ class Plain:
         return 42
 
 
-def test_without_a_word_for_them_tensors_are_counted_by_nobody() -> None:
+def test_without_version_counters_tensors_are_uncounted() -> None:
     counted = torch.ones(2)
     before = internals.versions_of([counted])
     counted.add_(1)
@@ -189,7 +200,7 @@ def test_without_a_word_for_them_tensors_are_counted_by_nobody() -> None:
     assert internals.is_zerotensor(torch._efficientzerotensor((2,)))
 
 
-def test_without_its_number_a_storage_is_known_by_its_memory() -> None:
+def test_without_its_number_a_storage_is_identified_by_its_address() -> None:
     storage = torch.ones(2).untyped_storage()
     assert internals.storage_id(storage) == storage._cdata
     other: Any = Plain()
@@ -209,7 +220,7 @@ class Coalesced:
         return self.tensor.values()
 
 
-def test_without_private_accessors_a_coalesced_tensor_is_read_by_the_public_ones() -> None:
+def test_without_private_accessors_a_coalesced_tensor_is_read_by_the_public_api() -> None:
     other: Any = Coalesced()
     indices, values = internals.coo_members(other)
     assert (indices.tolist(), values.tolist()) == ([[0, 1], [0, 1]], [1, 1])
@@ -218,25 +229,9 @@ def test_without_private_accessors_a_coalesced_tensor_is_read_by_the_public_ones
     assert internals.coo_members(loose)[1].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("private", [True, False], ids=["torch's check", "without it"])
-def test_indices_that_point_nowhere_are_found(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not private:
-        monkeypatch.delattr(torch, "_validate_sparse_coo_tensor_args")
-        monkeypatch.delattr(torch, "_validate_sparse_compressed_tensor_args")
-    coo = torch.eye(2).to_sparse()
-    csr = torch.eye(2).to_sparse_csr()
-    members = csr.crow_indices(), csr.col_indices(), csr.values()
-    internals.check_coo(coo, True)
-    internals.check_compressed(csr, members)
-    internals.coo_members(coo)[0][0, 0] = 7
-    csr.col_indices()[0] = 7
-    with pytest.raises(RuntimeError, match=r"size|index"):
-        internals.check_coo(coo, True)
-    with pytest.raises(RuntimeError, match="col_indices"):
-        internals.check_compressed(csr, members)
-
-
-def test_without_trees_only_the_pickled_form_of_the_contract_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytree_only_the_metadata_of_torch_s_pgtransport_is_unsupported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert internals.pytree().tree_unflatten([1], internals.pytree().tree_flatten([0])[1]) == [1]
     monkeypatch.setattr(torch.utils, "_pytree", None)
     monkeypatch.delattr(torch.utils, "_pytree")

@@ -25,8 +25,7 @@ from torchferry.tensors.assemble import (
 )
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory, HugePages
-from torchferry.tensors.kinds import Site as RebuildContext
-from torchferry.tensors.kinds import look_at as properties_of
+from torchferry.tensors.kinds import RebuildContext, properties_of
 
 _SHARD_HINT = (
     "a rank only receives the shard of its own position: receive from the rank that holds the same shard, or "

@@ -55,7 +55,7 @@ from torchferry.errors import (
 )
 from torchferry.links.base import Channel, Link
 from torchferry.tensors.describe import Description, describe_target
-from torchferry.tensors.kinds import Site as RebuildContext
+from torchferry.tensors.kinds import RebuildContext
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torchferry.engine.staging import Staging
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import StorageLayout
-from torchferry.tensors.kinds import Site as RebuildContext
+from torchferry.tensors.kinds import RebuildContext
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
 from torchferry.core.text import MAX_CHARACTERS
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
-from torchferry.tensors.branches import Container
+from torchferry.tensors.containers import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
-from torchferry.tensors.kinds import Kind, Misfit, Site, check_form, kind_named
+from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire
@@ -34,7 +34,7 @@ class Prepared:
     values: dict[int, object]
 
 
-def prepare(manifest: Manifest, site: Site, *, only: Collection[int] | None = None) -> Prepared:
+def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build the incoming state, and decode everything that is not payload.
 
     With `only`, check only these leaves, and no containers. The other leaves are dropped, so they may be of
@@ -89,7 +89,7 @@ def _containers(manifest: Manifest) -> list[Container]:
     return containers
 
 
-def _unpickle(data: object, site: Site) -> object:
+def _unpickle(data: object, site: RebuildContext) -> object:
     if site.unpickle is None or not isinstance(data, bytes):
         raise PickleRefused(
             "this leaf is pickled, and loading it could run the sender's code. If you trust the sender, set "
@@ -122,7 +122,7 @@ def _builder(containers: Sequence[Container]) -> Callable[[int, list[object]], o
     return lambda index, children: containers[index].build(children)
 
 
-def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: Site) -> object:
+def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext) -> object:
     """Build the received state from new memory.
 
     Raises:
@@ -178,7 +178,7 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         raise StateMismatch([Mismatch(where, what, "more keys", "fewer keys")]) from None
 
 
-def misfits(manifest: Manifest, numbers: Iterable[int], site: Site) -> list[Mismatch]:
+def misfits(manifest: Manifest, numbers: Iterable[int], site: RebuildContext) -> list[Mismatch]:
     """List the leaves that can't be rebuilt in this process, such as the shard of another position."""
     found: dict[int, Misfit] = {}
     for number in numbers:
@@ -215,7 +215,7 @@ def assemble_in_place(
     target: Description,
     comparison: Comparison,
     tree: ResultTree,
-    site: Site,
+    site: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
     """Build the received state around the local tensors that were written.
@@ -230,7 +230,7 @@ def assemble_in_place(
 
     def finish(incoming: int, local: int) -> object:
         value = target.values[local]
-        return _build_leaf(prepared, incoming, lambda kind, leaf: kind.adopt(leaf, value))
+        return _build_leaf(prepared, incoming, lambda kind, leaf: kind.finish_in_place(leaf, value))
 
     def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]

@@ -15,14 +15,14 @@ import torch
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
-from torchferry.tensors.branches import Opened, open_branch
+from torchferry.tensors.containers import ContainerParts, take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
-from torchferry.tensors.writable import READ_ONLY, holds_tensors, read_only, why_not_written
+from torchferry.tensors.writable import READ_ONLY, find_read_only, holds_tensors, why_not_written
 from torchferry.torch_internals import UNCOUNTED, versions_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -88,7 +88,7 @@ def describe_target(state: object) -> Description:
     """
     described = _describe(state, _opaque_leaf)
     tensors = described.manifest.tensors
-    unwritable = set(read_only(described.memories))
+    unwritable = set(find_read_only(described.memories))
     if not unwritable and not described.uncounted:
         return described
     leaves = tuple(
@@ -159,7 +159,7 @@ class _Walk:
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe the value at a path of this length, and return its number as `Branch.children` has it."""
         try:
-            parts = None if type(value) in _PLAIN_TYPES else open_branch(value)
+            parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
             if parts is None:
                 return self._visit_leaf(value)
             keys = None if parts.keys is None else _keys_to_wire(parts.keys)
@@ -258,7 +258,7 @@ def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
         raise Unsendable(f"among its keys, {error.what}") from None
 
 
-def _names_of(parts: Opened) -> Sequence[object]:
+def _names_of(parts: ContainerParts) -> Sequence[object]:
     """Return the keys of a container, or its positions if it has none."""
     return range(len(parts.children)) if parts.keys is None else parts.keys
 
@@ -268,7 +268,7 @@ def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> 
     if id(value) in counted:
         return counted[id(value)][:2]
     try:
-        parts = None if type(value) in _PLAIN_TYPES else open_branch(value)
+        parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
     except Unsendable:
         parts = None
     paths = nbytes = 0

@@ -1,7 +1,7 @@
-"""Types of the user's own that may travel: namedtuples, dataclasses and enums, by name.
+"""The user's own namedtuples, dataclasses and enums that may be sent, by name.
 
-A name on the wire is only ever looked up here. Nothing is imported, and nothing of the type is called:
-instances are made without `__init__`, from the fields alone.
+A name on the wire is only looked up here. Nothing is imported, and no code of the type runs: instances are
+created without `__init__`, from their fields alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _types: dict[str, type] = {}
 
 
 def register(cls: T) -> T:
-    """Let instances of a namedtuple, dataclass or enum travel. Usable as a decorator.
+    """Let instances of a namedtuple, dataclass or enum be sent and received. Usable as a decorator.
 
-    Both sides register their own type; they are matched by module and qualified name.
+    Both sides register their own type. Types are matched by module and qualified name.
 
     Raises:
-        BadArgument: it is none of the three, or another type has that name already.
+        BadArgument: it is none of the three, or another type is registered under its name.
     """
-    known: object = cls
-    if not isinstance(known, type) or not (
+    candidate: object = cls
+    if not isinstance(candidate, type) or not (
         is_namedtuple(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum)
     ):
         raise BadArgument(
@@ -35,19 +35,19 @@ def register(cls: T) -> T:
             "from their fields alone"
         )
     name = name_of(cls)
+    # A reloaded module, or a class that is defined in a loop, defines the same name again.
     if _types.setdefault(name, cls) is not cls:
-        # A module that is reloaded, or a class made in a loop, defines the same name again.
-        raise BadArgument(f"another type is registered as {name} already")
+        raise BadArgument(f"another type is registered as {name} already: rename one of them")
     return cls
 
 
 def is_registered(cls: type) -> bool:
-    """Say whether instances of this very class may travel."""
+    """Return whether this class itself is registered."""
     return _types.get(name_of(cls)) is cls
 
 
 def look_up(name: str) -> type:
-    """Find a registered type by its name on the wire.
+    """Return the registered type with a name.
 
     Raises:
         UnknownType: it is not registered in this process.
@@ -62,15 +62,14 @@ def look_up(name: str) -> type:
 
 
 def name_of(cls: type) -> str:
-    """Give the name under which a type travels.
+    """Return the name of a type on the wire.
 
-    A process that multiprocessing has spawned knows the script it was started from as `__mp_main__`, and the
-    classes in it are the same.
+    In a process that multiprocessing has spawned, the module of the main script is called `__mp_main__`.
     """
     module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
     return f"{module}.{cls.__qualname__}"
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Say whether a class is a namedtuple, made by either of the two standard ways."""
+    """Return whether a class is a namedtuple, of `typing` or of `collections`."""
     return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)

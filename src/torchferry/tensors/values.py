@@ -1,6 +1,6 @@
-"""Values without tensors: what MessagePack has as it is, everything else as a coded Special.
+"""Values without tensors: MessagePack encodes some types itself, all others become a Special with a code.
 
-One entry for one type, with both halves. Exact types only: a subclass of int or str is another type, and
+One `ValueKind` for one type, with both directions. Exact types only: a subclass of int is another type, and
 sending it as its base would not be exact.
 """
 
@@ -11,6 +11,7 @@ import struct
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,25 +21,23 @@ from torchferry.core.codec import pack, payload_of, unpack
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import Item, Nested, Special, Value
 from torchferry.core.text import MAX_CHARACTERS
-from torchferry.errors import BadManifest, Unsendable
-from torchferry.tensors import numpy_bridge, registry
+from torchferry.errors import BadManifest, FerryError, Unsendable
+from torchferry.tensors import registry
+from torchferry.tensors.kinds import ndarray
 
 T = TypeVar("T")
-
-_AS_THEY_ARE = frozenset({type(None), bool, float})
-
 _Items = tuple[Item, ...]
 _Pairs = tuple[tuple[Item, Item], ...]
 
-# Named constants of torch that appear in states, by the name that torch shows them under.
-_TORCH_NAMED: dict[type, dict[str, object]] = {
-    kind: {str(value): value for value in vars(torch).values() if type(value) is kind}
-    for kind in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-}
+MAX_NESTING = 64
+"""How deep keys, sets and attributes may be nested. Encoding and decoding them is recursive."""
+
+_MSGPACK_TYPES = frozenset({type(None), bool, float})
+_NESTING_TYPES = (tuple, list, dict, set, frozenset)
 
 
 class ValueKind(NamedTuple):
-    """How one type of value becomes wire values and comes back. `payload` is what is accepted for them."""
+    """How one type is encoded and decoded. `payload` is the type of the encoded form, checked on arrival."""
 
     code: int
     type: type
@@ -47,205 +46,174 @@ class ValueKind(NamedTuple):
     from_wire: Callable[[Any], object]
 
 
-MAX_NESTED = 64
-"""How deep keys, sets and attributes may be nested. Encoding and decoding recurse over them."""
-
-_NESTING = (tuple, list, dict, set, frozenset)
-
-
 def to_wire(value: object) -> Value:
-    """Turn a value into what the codec can encode.
+    """Turn a value into one that the codec can encode.
 
     Raises:
-        Unsendable: the value, or one inside it, is of no known type, or nested too deep. Its path is the
-            caller's to add.
+        Unsendable: the value, or one inside it, has an unknown type or is nested too deep.
     """
-    if isinstance(value, _NESTING):
+    if isinstance(value, _NESTING_TYPES):
         _check_nesting(value)
     return _to_wire(value)
 
 
 def _check_nesting(value: object) -> None:
     level: list[Any] = [value]
-    for _ in range(MAX_NESTED):
+    for _ in range(MAX_NESTING):
         inner: list[Any] = []
-        for each in level:
-            inner += [*each, *each.values()] if isinstance(each, dict) else each
-        # Visit an object that is in two places once.
-        level = list({id(each): each for each in inner if isinstance(each, _NESTING)}.values())
+        for item in level:
+            inner += [*item, *item.values()] if isinstance(item, dict) else item
+        # An object that is in two places is visited once.
+        level = list({id(item): item for item in inner if isinstance(item, _NESTING_TYPES)}.values())
         if not level:
             return
     raise Unsendable(
-        f"a {type(value).__qualname__} that is nested deeper than {MAX_NESTED} can't travel as a key, in a "
+        f"a {type(value).__qualname__} that is nested deeper than {MAX_NESTING} can't be sent as a key, in a "
         "set or in an attribute: flatten it"
     )
 
 
-def _to_wire(value: object) -> Value:
-    kind = type(value)
-    if kind in _AS_THEY_ARE:
-        return value  # type: ignore[return-value]
-    if kind is str:
-        return value if _is_unicode(value) else _special(_SURROGATES, value)  # type: ignore[arg-type,return-value]
-    if kind is int and -(2**63) <= value < 2**64:  # type: ignore[operator]
-        return value  # type: ignore[return-value]
-    known = _by_type.get(kind)
-    if known is None:
-        if isinstance(value, enum.Enum) and registry.is_registered(kind):
-            known = _ENUM
-        elif numpy_bridge.is_scalar(value):
-            known = _NUMPY_SCALAR
+def _to_wire(value: Any) -> Value:
+    cls = type(value)
+    if cls in _MSGPACK_TYPES or (cls is int and -(2**63) <= value < 2**64):
+        return value  # type: ignore[no-any-return]
+    if cls is str:
+        with suppress(UnicodeEncodeError):
+            value.encode()
+            return value  # type: ignore[no-any-return]
+    kind = _by_type.get(cls)
+    if kind is None:
+        if isinstance(value, enum.Enum) and registry.is_registered(cls):
+            kind = _ENUM
+        elif ndarray.is_scalar(value):
+            kind = _NUMPY_SCALAR
         else:
-            raise Unsendable(_advice(value))
-    return _special(known, value)
+            raise Unsendable(_explain_unsendable(value))
+    return Special(kind.code, pack(kind.to_wire(value)))
+
+
+def _explain_unsendable(value: object) -> str:
+    """Return why a value can't be sent, and what to send instead."""
+    cls = type(value)
+    what = f"a value of type {registry.name_of(cls)} can't be sent: "
+    if isinstance(value, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
+        return what + (
+            "namedtuples, dataclasses and enums can be sent after torchferry.register was called "
+            "with their class on both sides; convert others to a built-in container"
+        )
+    if callable(getattr(value, "state_dict", None)):
+        return what + "send its state_dict(), and load it at the receiver"
+    if isinstance(value, types.MethodType):
+        return what + f"it is a method, so call it and send what {value.__name__}() returns"
+    if isinstance(value, torch.Tensor):
+        return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
+    return what + (
+        "send its state as built-in values and tensors and rebuild it at the receiver, leave it out, "
+        "or, between peers that trust each other, set allow_pickle=True on both"
+    )
 
 
 def from_wire(value: Value | Item) -> object:
     """Turn a decoded wire value back into the value.
 
     Raises:
-        BadManifest: a code that is not known, or a payload that does not fit it.
-        UnknownType: a type that is not registered, or needs a library that is not installed.
+        BadManifest: its code is unknown, or its payload is malformed.
+        UnknownType: its type is not registered, or needs a library that is not installed.
     """
     if not isinstance(value, (Special, Nested)):
         return value
     kind = _by_code.get(value.code)
     if kind is None:
-        raise BadManifest(f"a value of unknown code {value.code}")
+        raise BadManifest(f"a value has the unknown code {value.code}")
+    payload = unpack(payload_of(value), _decoders[kind.code])
+    return try_build(kind.type.__qualname__, kind.from_wire, payload)
+
+
+def try_build(what: str, build: Callable[..., T], *args: Any) -> T:
+    """Build something from a peer's data; raise BadManifest if that raises any error but a FerryError."""
     try:
-        return kind.from_wire(unpack(payload_of(value), _decoders[kind.code]))
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-        MemoryError,
-        struct.error,
-    ) as error:
-        said = f"{type(error).__qualname__}: {str(error)[:MAX_CHARACTERS]}"
-        raise BadManifest(f"a {kind.type.__qualname__} that can't be decoded: {said}") from None
+        return build(*args)
+    except FerryError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__qualname__}: {str(error)[:MAX_CHARACTERS]}"
+        raise BadManifest(f"a {what} can't be built: {reason}") from None
 
 
-def distinct(keys: Iterable[object]) -> Collection[Any]:
-    """Give the keys of a mapping or the members of a set back, once it is known that they can be.
+def require_distinct(keys: Iterable[object]) -> Collection[Any]:
+    """Return a peer's dict keys or set members, after checking that they are distinct and quick to hash.
 
-    Wire values that differ may be equal once decoded. And a peer can choose those that crowd. A set is to be
-    made of what this gives, for then it is made at its full size at once.
+    Different wire values may decode to equal keys, and a peer can choose keys that collide. Create a set from
+    the returned dict, not from `keys`: only then it has its full size at once, which the check assumes.
 
     Raises:
-        ValueError: two of them are equal, or they would take too long to enter.
-        TypeError: one can't be hashed.
+        ValueError: two of them are equal, or too many collide.
+        TypeError: one is not hashable.
     """
     found = list(keys)
     if is_hash_flood(found):
-        raise ValueError("keys that were chosen to collide")
-    entered = dict.fromkeys(found)
-    if len(entered) != len(found):
-        raise ValueError("the same key twice")
-    return entered
+        raise ValueError(f"{len(found)} keys with colliding hashes")
+    distinct = dict.fromkeys(found)
+    if len(distinct) != len(found):
+        raise ValueError(f"{len(found) - len(distinct)} of {len(found)} keys are repeated")
+    return distinct
 
 
-def can_travel(value: object) -> bool:
-    """Say whether `to_wire` takes it."""
-    try:
-        to_wire(value)
-    except Unsendable:
-        return False
-    return True
-
-
-def _special(kind: ValueKind, value: object) -> Special:
-    return Special(kind.code, pack(kind.to_wire(value)))
-
-
-def _advice(value: object) -> str:
-    kind = type(value)
-    what = f"a value of type {registry.name_of(kind)} can't travel: "
-    if isinstance(value, (dict, list, tuple, enum.Enum)) or hasattr(kind, "__dataclass_fields__"):
-        return what + (
-            "namedtuples, dataclasses and enums travel once torchferry.register has been called "
-            "with their class on both sides; for others, convert to a built-in container"
-        )
-    if callable(getattr(value, "state_dict", None)):
-        return what + "send its state_dict() and load it on the other side"
-    if isinstance(value, types.MethodType):
-        return what + f"it is a method, so call it and send what {value.__name__}() returns"
-    if isinstance(value, torch.Tensor):
-        return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
-    return what + (
-        "send its state as built-in values and tensors and rebuild it on the other side, leave it out, "
-        "or, between peers that trust each other, set allow_pickle=True on both"
-    )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _wire_list(values: Any) -> object:
-    return [_to_wire(value) for value in values]
-
-
-def _unwire_list(values: _Items) -> list[Any]:
-    return [from_wire(value) for value in values]
-
-
-def _unwire_members(values: _Items) -> Collection[Any]:
-    return distinct(map(from_wire, values))
-
-
-def _sorted_wire(values: Any) -> object:
-    # Equal sets must be equal Specials, for they may be keys; iteration order is not part of a set.
-    return sorted((_to_wire(value) for value in values), key=pack)
-
-
-def _wire_pairs(mapping: Any) -> object:
-    return [[_to_wire(key), _to_wire(value)] for key, value in mapping.items()]
-
-
-def _unwire_pairs(pairs: _Pairs) -> list[tuple[Any, object]]:
-    found = [(from_wire(key), from_wire(value)) for key, value in pairs]
-    distinct(key for key, _ in found)
-    return found
-
-
-def _unwire_ordered(wire: tuple[_Pairs, _Pairs]) -> OrderedDict[object, object]:
-    pairs, attributes = wire
-    built = OrderedDict(_unwire_pairs(pairs))
-    set_attributes(built, dict(_unwire_pairs(attributes)))
-    return built
-
-
-def set_attributes(built: object, attributes: dict[Any, object]) -> None:
-    """Put back what was set on a container itself, such as a state dict's `_metadata`.
+def attributes_to_wire(container: object) -> Value:
+    """Encode the attributes that are set on a container, such as a state dict's `_metadata`.
 
     Raises:
-        TypeError: one of the names is not a name.
+        Unsendable: an attribute can't be sent.
     """
-    vars(built).update({_only(str, name): value for name, value in attributes.items()})
+    pairs = []
+    for name, value in vars(container).items():
+        try:
+            pairs.append([_to_wire(name), to_wire(value)])
+        except Unsendable as error:
+            raise Unsendable(f"in its attribute {name}, {error.what}") from None
+    return Special(_DICT.code, pack(pairs)) if pairs else None
 
 
-def _only(kind: type[T], value: Any) -> T:
-    """Hold a payload to its type, where Python would take others and mean something else by them."""
-    if type(value) is not kind:
-        raise TypeError(f"{type(value).__qualname__}, not {kind.__qualname__}")
+def set_attributes(container: T, attributes: object) -> T:
+    """Set the attributes of a container; raise TypeError unless they are a dict with strings as keys."""
+    for name, value in require_type(dict, attributes).items():
+        vars(container)[require_type(str, name)] = value
+    return container
+
+
+def require_type(cls: type[T], value: object) -> T:
+    """Return the value if it has exactly this type; raise TypeError if not."""
+    if type(value) is not cls:
+        raise TypeError(f"expected {cls.__qualname__}, got {type(value).__qualname__}")
     return value
 
 
-def _int_to_bytes(value: int) -> bytes:
-    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+def _list_to_wire(values: Any) -> object:
+    return [_to_wire(value) for value in values]
+
+
+def _list_from_wire(values: _Items) -> list[Any]:
+    return [from_wire(value) for value in values]
+
+
+def _set_to_wire(values: Any) -> object:
+    # Equal sets must be equal Specials, because they may be keys. The order of iteration may differ.
+    return sorted(map(_to_wire, values), key=pack)
+
+
+def _dict_to_wire(mapping: Any) -> object:
+    return [[_to_wire(key), _to_wire(value)] for key, value in mapping.items()]
+
+
+def _dict_from_wire(pairs: _Pairs) -> dict[Any, object]:
+    keys = require_distinct(from_wire(key) for key, _ in pairs)
+    return dict(zip(keys, (from_wire(value) for _, value in pairs), strict=True))
 
 
 def _enum_to_wire(member: enum.Enum) -> object:
-    name = registry.name_of(type(member))
-    # A combination of flags has no name of its own to be looked up by.
-    return [name, to_wire(member.value) if isinstance(member, enum.Flag) else member.name]
+    # A combination of flags has no name.
+    wire = to_wire(member.value) if isinstance(member, enum.Flag) else member.name
+    return [registry.name_of(type(member)), wire]
 
 
 def _enum_from_wire(wire: tuple[str, Item]) -> object:
@@ -253,57 +221,47 @@ def _enum_from_wire(wire: tuple[str, Item]) -> object:
     cls = registry.look_up(name)
     if not issubclass(cls, enum.Enum):
         raise ValueError(f"{name} is not an enum")
-    return cls(_only(int, from_wire(member))) if issubclass(cls, enum.Flag) else cls[_only(str, member)]
+    if issubclass(cls, enum.Flag):
+        return cls(require_type(int, from_wire(member)))
+    return cls[require_type(str, member)]
 
 
-def _named(kind: type) -> Callable[[str], object]:
-    return lambda name: _TORCH_NAMED[kind][name]
-
-
-_SURROGATES = ValueKind(
-    1,
-    str,
-    bytes,
-    lambda text: text.encode("utf-8", "surrogatepass"),
-    lambda data: data.decode("utf-8", "surrogatepass"),
-)
+_DICT = ValueKind(18, dict, _Pairs, _dict_to_wire, _dict_from_wire)
 _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
-_NUMPY_SCALAR = ValueKind(
-    41,
-    numpy_bridge.Scalar,
-    numpy_bridge.ScalarForm,
-    numpy_bridge.scalar_to_wire,
-    numpy_bridge.scalar_from_wire,
-)
-
+_NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
+                          ndarray.scalar_to_wire, ndarray.scalar_from_wire)  # fmt: skip
 _KINDS = (
-    ValueKind(2, int, bytes, _int_to_bytes, lambda data: int.from_bytes(data, "little", signed=True)),
+    # A str with surrogates, and an int of more than 64 bits: MessagePack encodes all others.
+    ValueKind(1, str, bytes, lambda text: text.encode("utf-8", "surrogatepass"),
+              lambda data: data.decode("utf-8", "surrogatepass")),
+    ValueKind(2, int, bytes, lambda n: n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True),
+              lambda data: int.from_bytes(data, "little", signed=True)),
     ValueKind(3, complex, bytes, lambda z: struct.pack("<dd", z.real, z.imag),
               lambda data: complex(*struct.unpack("<dd", data))),
     ValueKind(4, bytearray, bytes, bytes, bytearray),
-    ValueKind(5, range, _Items, lambda r: _wire_list((r.start, r.stop, r.step)),
-              lambda wire: range(*_unwire_list(wire))),
-    ValueKind(6, slice, _Items, lambda s: _wire_list((s.start, s.stop, s.step)),
-              lambda wire: slice(*_unwire_list(wire))),
+    ValueKind(5, range, _Items, lambda r: _list_to_wire((r.start, r.stop, r.step)),
+              lambda wire: range(*_list_from_wire(wire))),
+    ValueKind(6, slice, _Items, lambda s: _list_to_wire((s.start, s.stop, s.step)),
+              lambda wire: slice(*_list_from_wire(wire))),
     ValueKind(7, type(Ellipsis), None, lambda _: None, lambda _: Ellipsis),
-    # Not as they are, for in MessagePack's types a field can't be both a text and bytes.
+    # In msgspec, a field can't be both str and bytes.
     ValueKind(8, bytes, bytes, bytes, bytes),
-    # Containers, for where there is no tree: inside keys, sets, and a state dict's _metadata.
-    ValueKind(16, tuple, _Items, _wire_list, lambda wire: tuple(_unwire_list(wire))),
-    ValueKind(17, list, _Items, _wire_list, _unwire_list),
-    ValueKind(18, dict, _Pairs, _wire_pairs, lambda wire: dict(_unwire_pairs(wire))),
-    ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs], lambda d: [_wire_pairs(d), _wire_pairs(vars(d))],
-              _unwire_ordered),
-    ValueKind(20, set, _Items, _sorted_wire, lambda wire: set(_unwire_members(wire))),
-    ValueKind(21, frozenset, _Items, _sorted_wire, lambda wire: frozenset(_unwire_members(wire))),
+    # Containers inside keys, sets and attributes. All others are branches of the manifest.
+    ValueKind(16, tuple, _Items, _list_to_wire, lambda wire: tuple(_list_from_wire(wire))),
+    ValueKind(17, list, _Items, _list_to_wire, _list_from_wire),
+    _DICT,
+    ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs], lambda d: [_dict_to_wire(d), _dict_to_wire(vars(d))],
+              lambda wire: set_attributes(OrderedDict(_dict_from_wire(wire[0])), _dict_from_wire(wire[1]))),
+    ValueKind(20, set, _Items, _set_to_wire, lambda wire: set(require_distinct(map(from_wire, wire)))),
+    ValueKind(21, frozenset, _Items, _set_to_wire,
+              lambda wire: frozenset(require_distinct(map(from_wire, wire)))),
     ValueKind(32, torch.Size, tuple[int, ...], list, torch.Size),
-    ValueKind(33, torch.dtype, str, str, _named(torch.dtype)),
-    ValueKind(34, torch.layout, str, str, _named(torch.layout)),
-    ValueKind(35, torch.memory_format, str, str, _named(torch.memory_format)),
-    ValueKind(36, torch.qscheme, str, str, _named(torch.qscheme)),
+    *(ValueKind(code, cls, str, str, {str(v): v for v in vars(torch).values() if type(v) is cls}.__getitem__)
+      for code, cls in [(33, torch.dtype), (34, torch.layout), (35, torch.memory_format),
+                        (36, torch.qscheme)]),
     ValueKind(37, torch.device, str, str, torch.device),
 )  # fmt: skip
 
 _by_type = {kind.type: kind for kind in _KINDS}
-_by_code = {kind.code: kind for kind in (*_KINDS, _SURROGATES, _ENUM, _NUMPY_SCALAR)}
+_by_code = {kind.code: kind for kind in (*_KINDS, _ENUM, _NUMPY_SCALAR)}
 _decoders = {kind.code: Decoder(kind.payload) for kind in _by_code.values()}

@@ -151,7 +151,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an optimizer": (
         lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]),
-        "local a torch.optim.sgd.SGD that holds tensors: put those themselves into the state",
+        "local a torch.optim.sgd.SGD that holds tensors: put the tensors themselves into the state",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Asks the sender for a state that it has to refuse, and sees that the receiver is told, and no more."""
+"""Sends a state that the sender must refuse, and checks that the receiver only gets the refusal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchferry.testing import MemoryNetwork
 
 
 def refusal_of(state: object) -> Unsendable:
-    """Give the error that sending the state ends in."""
+    """Return the error that sending the state raises."""
     network = MemoryNetwork()
     with pytest.raises(Unsendable) as raised:
         send_state(
@@ -19,14 +19,14 @@ def refusal_of(state: object) -> Unsendable:
         )
     with pytest.raises(PeerGaveUp, match="refused to send its state") as told:
         receive_state(network.link(1), 0, ReceiveOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES))
-    assert network.messages == 2, "something was sent beside the refusal"
+    assert network.messages == 2, "the sender sent more than the refusal"
     assert (raised.value.path or "") in str(told.value)
     assert raised.value.phase == "describe"
     return raised.value
 
 
 def refusal_at_a_path(value: object) -> str:
-    """Put a value beside sound ones, and give the message of the refusal, which must name its path."""
+    """Send a value next to sendable ones, and return the error message, which must name its path."""
     error = refusal_of({"model": {"weight": 1, "odd": [0, value]}})
     assert error.path == "model.odd[1]"
     assert str(error).startswith("model.odd[1]: ")

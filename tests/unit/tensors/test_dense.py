@@ -1,4 +1,4 @@
-"""Strided tensors and parameters: every dtype, every layout, every bit."""
+"""Strided tensors and parameters of every dtype and layout arrive bit for bit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ALL_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtyp
 QUANTIZED = [dtype for dtype in ALL_DTYPES if str(dtype).startswith("torch.q")]
 DTYPES = [dtype for dtype in ALL_DTYPES if dtype not in QUANTIZED]
 
-# Of torch's own: complex32 is experimental, quantized and nested tensors are on their way out.
+# Warnings of torch: complex32 is experimental, quantized and nested tensors are deprecated.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in ("ComplexHalf", "torch.quantize_per", "The PyTorch API of nested tensors")
 ]
 
-staged = pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+staged = pytest.mark.parametrize("own_buffers", [False, True], ids=["direct", "staged"])
 
 
 def noise(dtype: torch.dtype, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
-    """A tensor of any dtype, made out of bytes: NaNs with a payload, and items that can't be, among them."""
+    """Return a tensor of random bytes, with NaNs that have a payload and with invalid items."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
     stride = torch.empty(shape, device="meta").stride()
@@ -38,7 +38,7 @@ def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(blank.untyped_storage(), 0, tuple(tensor.shape), stride)
 
 
-def test_the_dtypes_of_this_torch_are_all_here() -> None:
+def test_the_list_of_dtypes_is_complete() -> None:
     assert {torch.bool, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2} < set(DTYPES)
     assert {torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint64} < set(DTYPES)
     assert len(QUANTIZED) == 5
@@ -54,8 +54,8 @@ def test_every_dtype_arrives_bit_for_bit(dtype: torch.dtype, own_buffers: bool) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_can_be_written_into_another_layout(dtype: torch.dtype) -> None:
-    """Also those for which torch has no kernel to copy with."""
+def test_every_dtype_can_be_received_into_another_layout(dtype: torch.dtype) -> None:
+    """torch has no copy kernel for some of them."""
     turned, whole = noise(dtype, (5, 3)).t(), noise(dtype, (5,)).as_strided((3, 3), (1, 1))
     local = {"turned": zeros_like(turned), "whole": zeros_like(whole)}
     transfer({"turned": turned, "whole": whole}, into=local)
@@ -91,7 +91,7 @@ LAYOUTS = {
 
 @staged
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_arrives_with_its_strides_and_costs_only_its_own_bytes(
+def test_every_layout_arrives_with_its_strides_and_sends_only_its_own_bytes(
     name: str, own_buffers: bool
 ) -> None:
     tensor, nbytes = LAYOUTS[name]
@@ -102,7 +102,7 @@ def test_every_layout_arrives_with_its_strides_and_costs_only_its_own_bytes(
 
 @staged
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_can_be_written_into_a_contiguous_tensor(name: str, own_buffers: bool) -> None:
+def test_every_layout_can_be_received_into_a_contiguous_tensor(name: str, own_buffers: bool) -> None:
     tensor, _ = LAYOUTS[name]
     local = torch.full(tensor.shape, -1.0)
     received = transfer({"t": tensor}, into={"t": local}, own_buffers=own_buffers).state
@@ -110,14 +110,14 @@ def test_every_layout_can_be_written_into_a_contiguous_tensor(name: str, own_buf
     assert torch.equal(local, tensor)
 
 
-def test_channels_last_is_still_channels_last() -> None:
+def test_channels_last_arrives_as_channels_last() -> None:
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     received = transfer({"image": image}).state["image"]
     assert received.is_contiguous(memory_format=torch.channels_last)
     assert not received.is_contiguous()
 
 
-def test_a_received_tensor_can_be_written_and_grown() -> None:
+def test_a_received_tensor_can_be_modified_and_resized() -> None:
     received = transfer({"t": BASE[10:20]}).state["t"]
     received.add_(1).resize_(40)
     assert received[0] == 11
@@ -125,9 +125,9 @@ def test_a_received_tensor_can_be_written_and_grown() -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 48, 64, 1 << 20])
-def test_the_size_of_the_chunks_makes_no_difference(chunk_bytes: int) -> None:
+def test_the_result_does_not_depend_on_the_chunk_size(chunk_bytes: int) -> None:
     state = {name: tensor for name, (tensor, _) in LAYOUTS.items() if tensor.numel()}
-    # Apart, or they would be one storage, cut at other places.
+    # Cloned, because views of one storage would be cut into other chunks.
     state = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in state.items()}
     state["columns"] = LAYOUTS["columns"][0]
     assert_same(state, transfer(state, chunk_bytes=chunk_bytes).state)
@@ -136,7 +136,7 @@ def test_the_size_of_the_chunks_makes_no_difference(chunk_bytes: int) -> None:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("own_buffers", [False, True])
-def test_parameters_and_requires_grad_are_kept(requires_grad: bool, own_buffers: bool) -> None:
+def test_parameters_and_requires_grad_arrive(requires_grad: bool, own_buffers: bool) -> None:
     state = {
         "parameter": torch.nn.Parameter(torch.randn(3), requires_grad=requires_grad),
         "tensor": torch.randn(3).requires_grad_(requires_grad),
@@ -151,7 +151,7 @@ def test_parameters_and_requires_grad_are_kept(requires_grad: bool, own_buffers:
         assert torch.equal(received["view"].grad, torch.ones(4))
 
 
-def test_a_result_of_autograd_arrives_as_a_leaf_that_requires_grad() -> None:
+def test_a_computed_tensor_arrives_as_a_leaf_that_requires_grad() -> None:
     computed = torch.ones(3, requires_grad=True) * 2
     received = transfer({"t": computed}).state["t"]
     assert received.requires_grad
@@ -159,13 +159,13 @@ def test_a_result_of_autograd_arrives_as_a_leaf_that_requires_grad() -> None:
     assert torch.equal(received, computed)
 
 
-def test_an_integer_parameter_is_kept() -> None:
+def test_an_integer_parameter_arrives() -> None:
     state = {"p": torch.nn.Parameter(torch.arange(3), requires_grad=False)}
     assert_same(state, transfer(state).state)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
-def test_conj_and_neg_views_are_kept_as_views(dtype: torch.dtype) -> None:
+def test_conj_and_neg_views_arrive_as_views(dtype: torch.dtype) -> None:
     base = torch.view_as_complex(torch.arange(12.0, dtype=torch.float64).view(6, 2)).to(dtype)
     state = {
         "conj": base.conj(),
@@ -181,14 +181,14 @@ def test_conj_and_neg_views_are_kept_as_views(dtype: torch.dtype) -> None:
     assert ferried.payload_bytes == base.nbytes
 
 
-def test_a_conj_view_that_requires_grad_is_kept() -> None:
+def test_a_conj_view_that_requires_grad_arrives() -> None:
     state = {"t": torch.tensor([1 + 2j, 3 - 4j]).conj().requires_grad_()}
     assert_same(state, transfer(state).state)
 
 
 @pytest.mark.parametrize("own_buffers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
-def test_conj_views_are_resolved_where_the_two_sides_differ(dtype: torch.dtype, own_buffers: bool) -> None:
+def test_in_place_conj_views_are_resolved_if_the_sides_differ(dtype: torch.dtype, own_buffers: bool) -> None:
     base = torch.tensor([1 + 2j, 3 - 4j, 5 + 6j], dtype=dtype)
     plain, conj = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype).conj()
     transfer({"a": base.conj(), "b": base}, into={"a": plain, "b": conj}, own_buffers=own_buffers)
@@ -197,7 +197,7 @@ def test_conj_views_are_resolved_where_the_two_sides_differ(dtype: torch.dtype, 
     assert conj.tolist() == base.tolist()
 
 
-def test_neg_views_are_resolved_where_the_two_sides_differ() -> None:
+def test_in_place_neg_views_are_resolved_if_the_sides_differ() -> None:
     plain, neg = torch.zeros(2), torch._neg_view(torch.zeros(2))
     incoming = {"a": torch._neg_view(torch.tensor([1.0, -2.0])), "b": torch.tensor([3.0, -4.0])}
     transfer(incoming, into={"a": plain, "b": neg})
@@ -205,7 +205,7 @@ def test_neg_views_are_resolved_where_the_two_sides_differ() -> None:
     assert neg.tolist() == [3.0, -4.0]
 
 
-def test_tensors_of_inference_mode_travel_and_can_be_written() -> None:
+def test_inference_tensors_can_be_sent_and_overwritten() -> None:
     with torch.inference_mode():
         state, local = {"t": torch.arange(3.0)}, {"t": torch.zeros(3)}
     assert transfer(state).state["t"].tolist() == [0, 1, 2]
@@ -213,7 +213,7 @@ def test_tensors_of_inference_mode_travel_and_can_be_written() -> None:
     assert local["t"].tolist() == [0, 1, 2]
 
 
-def test_autograd_is_told_that_a_tensor_was_written_in_place() -> None:
+def test_autograd_detects_that_a_tensor_was_overwritten() -> None:
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
     transfer({"w": torch.zeros(3)}, into={"w": weight})
@@ -226,7 +226,7 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
-def test_a_quantized_dtype_is_refused_at_the_sender(dtype: torch.dtype) -> None:
+def test_a_quantized_dtype_is_refused(dtype: torch.dtype) -> None:
     raw = torch.zeros(16, dtype=torch.uint8)
     message = refusal_at_a_path(torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, (4,), (1,)))
     assert str(dtype) in message
@@ -263,14 +263,14 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_more_or_less_than_its_bytes_is_refused_with_its_path_and_advice(name: str) -> None:
+def test_an_unsendable_tensor_is_refused_with_its_path_and_advice(name: str) -> None:
     make, said = REFUSED[name]
     message = refusal_at_a_path(make())
     assert [words for words in said if words not in message] == []
 
 
-def test_a_tensor_whose_memory_was_freed_is_left_as_it_was() -> None:
-    """Seeing it as bytes would give it memory again, which nobody would free."""
+def test_a_tensor_with_freed_memory_gets_no_new_memory() -> None:
+    """A view of it as bytes would allocate memory that is never freed."""
     tensor = freed()
     refusal_at_a_path(tensor)
     assert tensor.untyped_storage().nbytes() == 0

@@ -1,6 +1,6 @@
-"""DTensors: the local part and the placements arrive, and the mesh is the receiver's.
+"""DTensors: the local tensor and the placements arrive, and the mesh belongs to the receiver.
 
-Here one process plays rank 1 of 4; real ranks are in tests/fsdp and tests/defects.
+One process acts as rank 1 of 4. tests/fsdp and tests/defects have tests with real ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,8 +22,10 @@ from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
-from torchferry.errors import StateMismatch
-from torchferry.tensors.kinds import Site
+from torchferry.errors import BadManifest, StateMismatch
+from torchferry.tensors.describe import describe
+from torchferry.tensors.kinds import RebuildContext, check_form
+from torchferry.tensors.kinds.dtensor import DTENSOR, DTensorTraits
 from torchferry.testing import MemoryNetwork
 
 
@@ -47,14 +50,14 @@ def on(mesh: DeviceMesh, *placements: Placement, local: torch.Tensor | None = No
 EXAMPLES: dict[str, Callable[[DeviceMesh], Any]] = {
     "sharded twice": lambda mesh: on(mesh, Shard(0), Shard(1)),
     "replicated and sharded": lambda mesh: on(mesh, Replicate(), Shard(0)),
-    "sharded within shards": lambda mesh: on(mesh, _StridedShard(0, split_factor=2), Shard(0)),
+    "strided shard": lambda mesh: on(mesh, _StridedShard(0, split_factor=2), Shard(0)),
     "partial": lambda mesh: on(mesh, Partial(), Replicate()),
     "partial, the largest": lambda mesh: on(mesh, Partial("max"), Partial("max")),
     "on a slice of the mesh": lambda mesh: on(mesh["inner"], Shard(1)),
     "on the flattened mesh": lambda mesh: on(mesh._flatten(), Shard(0)),
     "that requires grad": lambda mesh: on(mesh, Shard(0), Replicate()).detach().requires_grad_(),
     "parameter": lambda mesh: torch.nn.Parameter(on(mesh, Shard(0), Replicate())),
-    "of a strided local part": lambda mesh: on(
+    "with a strided local tensor": lambda mesh: on(
         mesh, Shard(0), Replicate(), local=torch.arange(12.0).view(4, 3)[::2]
     ),
     "of bfloat16": lambda mesh: on(mesh, Shard(0), Replicate(), local=torch.ones(2, 3, dtype=torch.bfloat16)),
@@ -62,7 +65,7 @@ EXAMPLES: dict[str, Callable[[DeviceMesh], Any]] = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_placement_arrives_on_an_equal_mesh_seen_from_this_rank(name: str, mesh: DeviceMesh) -> None:
+def test_every_placement_arrives_on_an_equal_mesh(name: str, mesh: DeviceMesh) -> None:
     original = EXAMPLES[name](mesh)
     received = transfer({"d": original}).state["d"]
     assert_same(original, received)
@@ -73,8 +76,8 @@ def test_every_placement_arrives_on_an_equal_mesh_seen_from_this_rank(name: str,
     assert received.device_mesh.get_all_groups() == original.device_mesh.get_all_groups()
 
 
-def test_operations_on_what_arrived_leave_the_living_mesh_its_groups(mesh: DeviceMesh) -> None:
-    """torch remembers results by what went in, and hands out one of two equal meshes for the other."""
+def test_operations_on_a_received_dtensor_do_not_affect_the_local_mesh(mesh: DeviceMesh) -> None:
+    """torch caches results by their inputs, and may return one of two equal meshes for the other."""
     original = on(mesh, Shard(0), Shard(1))
     state: dict[str, Any] = {
         "tensor": original,
@@ -88,14 +91,14 @@ def test_operations_on_what_arrived_leave_the_living_mesh_its_groups(mesh: Devic
         result.full_tensor()
 
 
-def test_groups_that_meshes_are_made_with_are_taken_before_others(mesh: DeviceMesh) -> None:
-    """Two groups of the same ranks: ranks that disagree on which to use would wait for each other."""
+def test_groups_that_torch_created_for_meshes_are_preferred(mesh: DeviceMesh) -> None:
+    """With two groups of the same ranks, ranks that use different groups wait for each other."""
     dist.new_group([0, 1])
     received = transfer({"d": on(mesh, Shard(0), Shard(1))}).state["d"]
     assert received.device_mesh.get_group("inner") == mesh.get_group("inner")
 
 
-def test_a_mesh_that_this_process_is_not_in_has_no_groups_here(mesh: DeviceMesh) -> None:
+def test_a_mesh_without_this_process_has_no_groups(mesh: DeviceMesh) -> None:
     elsewhere = DeviceMesh("cpu", [2, 3], _init_backend=False)
     original = DTensor.from_local(
         torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
@@ -106,7 +109,7 @@ def test_a_mesh_that_this_process_is_not_in_has_no_groups_here(mesh: DeviceMesh)
         received.device_mesh.get_group()
 
 
-def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> None:
+def test_a_received_dtensor_can_be_added_to_a_local_one(mesh: DeviceMesh) -> None:
     original = on(mesh, Shard(0), Shard(1))
     received = transfer({"d": original}).state["d"]
     total = original + received
@@ -114,20 +117,20 @@ def test_element_wise_work_with_the_living_mesh_goes_on(mesh: DeviceMesh) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "mesh" not in name])
-def test_a_fresh_dtensor_is_bound_to_the_mesh_that_the_receiver_names(name: str, mesh: DeviceMesh) -> None:
+def test_a_fresh_dtensor_gets_the_mesh_of_the_receiver(name: str, mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    received = transfer({"d": EXAMPLES[name](mesh)}, context=Site(mesh=mine)).state["d"]
+    received = transfer({"d": EXAMPLES[name](mesh)}, context=RebuildContext(mesh=mine)).state["d"]
     assert received.device_mesh is mine
 
 
-def test_a_fresh_dtensor_is_bound_to_a_slice_of_that_mesh_where_its_own_was_a_slice(mesh: DeviceMesh) -> None:
+def test_a_fresh_dtensor_on_a_slice_gets_the_same_slice_of_the_mesh_of_the_receiver(mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("third", "inner"))
-    received = transfer({"d": on(mesh["inner"], Shard(0))}, context=Site(mesh=mine)).state["d"]
+    received = transfer({"d": on(mesh["inner"], Shard(0))}, context=RebuildContext(mesh=mine)).state["d"]
     assert received.device_mesh == mine["inner"]
     assert received.device_mesh.get_group() == mine.get_group("inner")
 
 
-def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh) -> None:
+def test_a_mesh_of_another_shape_is_a_mismatch_that_shows_both(mesh: DeviceMesh) -> None:
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("line",))
     state = {
         "d": on(mesh["inner"], Shard(0)),
@@ -135,7 +138,7 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh)
         "replicated": on(mesh, Replicate(), Replicate()),
     }
     with pytest.raises(StateMismatch) as raised:
-        transfer(state, context=Site(mesh=line))
+        transfer(state, context=RebuildContext(mesh=line))
     assert [tuple(mismatch) for mismatch in raised.value.mismatches] == [
         ("d", "mesh", "2 (inner)", "mesh=4 (line)"),
         ("e", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),
@@ -144,7 +147,7 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_names_both(mesh: DeviceMesh)
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, state: Any) -> Any:
-    """Receive fresh as another rank of the same world."""
+    """Receive a fresh state as another rank."""
     network = MemoryNetwork()
     send_state(network.link(0), [1], state, SendOptions(10, MAX_METADATA_BYTES))
     monkeypatch.setattr(dist, "get_rank", lambda *_: rank)
@@ -163,7 +166,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, state: Any) -> Any:
         ((Replicate(), Shard(0)), 7, ("(*, 1)", "outside the mesh")),
     ],
 )
-def test_a_fresh_shard_of_another_position_is_a_mismatch_that_names_both(
+def test_a_fresh_shard_of_another_position_is_a_mismatch_that_shows_both(
     placements: tuple[Placement, ...],
     rank: int,
     positions: tuple[str, str],
@@ -185,7 +188,7 @@ def test_a_fresh_shard_of_another_position_is_a_mismatch_that_names_both(
         ((Replicate(), Replicate()), 7),
     ],
 )
-def test_a_fresh_dtensor_arrives_where_all_that_splits_it_is_at_the_same_position(
+def test_a_fresh_dtensor_arrives_at_ranks_that_hold_the_same_shard(
     placements: tuple[Placement, ...], rank: int, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = on(mesh, *placements)
@@ -194,7 +197,7 @@ def test_a_fresh_dtensor_arrives_where_all_that_splits_it_is_at_the_same_positio
     assert received.placements == original.placements
 
 
-def test_in_place_a_shard_does_not_land_in_another_shard_s_place(
+def test_in_place_a_shard_does_not_overwrite_another_shard(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inner", "outer"))
@@ -210,7 +213,7 @@ def test_in_place_a_shard_does_not_land_in_another_shard_s_place(
     assert torch.equal(local["d"]._local_tensor, torch.arange(6.0).view(2, 3))
 
 
-@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_in_place_the_local_dtensor_keeps_its_own_mesh(
     name: str, own_buffers: bool, mesh: DeviceMesh
@@ -230,7 +233,7 @@ def test_in_place_the_local_dtensor_keeps_its_own_mesh(
     assert torch.equal(local._local_tensor, incoming._local_tensor)
 
 
-def test_in_place_placements_shape_and_kind_must_match_and_all_are_named(mesh: DeviceMesh) -> None:
+def test_in_place_placements_shape_mesh_kind_and_dtype_must_match(mesh: DeviceMesh) -> None:
     def larger() -> Any:
         local = torch.zeros(2, 3)
         return DTensor.from_local(
@@ -277,24 +280,24 @@ def test_dtensors_over_one_storage_send_it_once(mesh: DeviceMesh) -> None:
     assert ferried.state["again"] is ferried.state["a"]
 
 
-class Fading(Placement):
+class CustomPlacement(Placement):
     def __repr__(self) -> str:
-        return "Fading()"
+        return "CustomPlacement()"
 
 
 class Subclass(torch.Tensor):
     pass
 
 
-def test_a_placement_that_is_not_known_is_refused_with_its_path_and_advice(mesh: DeviceMesh) -> None:
+def test_an_unknown_placement_is_refused_with_its_path_and_advice(mesh: DeviceMesh) -> None:
     odd = on(mesh, Shard(0), Replicate())
-    odd._spec.placements = (Shard(0), Fading())
+    odd._spec.placements = (Shard(0), CustomPlacement())
     message = refusal_at_a_path(odd)
-    assert "Fading()" in message
+    assert "CustomPlacement()" in message
     assert "redistribute" in message
 
 
-def test_a_local_part_that_can_not_travel_is_refused_with_its_path(mesh: DeviceMesh) -> None:
+def test_an_unsendable_local_tensor_is_refused_with_its_path(mesh: DeviceMesh) -> None:
     subclass = on(mesh, Shard(0), Replicate())
     subclass._local_tensor = torch.ones(2, 3).as_subclass(Subclass)
     assert "Subclass" in refusal_at_a_path(subclass)
@@ -302,7 +305,7 @@ def test_a_local_part_that_can_not_travel_is_refused_with_its_path(mesh: DeviceM
     assert "meta device" in refusal_at_a_path(meta)
 
 
-def test_outside_any_group_only_what_is_not_split_arrives(
+def test_a_process_without_a_group_only_receives_replicated_dtensors(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = on(mesh["inner"], Replicate())
@@ -318,3 +321,25 @@ def test_outside_any_group_only_what_is_not_split_arrives(
     assert torch.equal(state["d"]._local_tensor, original._local_tensor)
     with pytest.raises(StateMismatch, match=r"incoming \(1\), local outside the mesh"):
         receive_state(network.link(1), 0, ReceiveOptions(10, MAX_METADATA_BYTES))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strides": ((0,), (1,))},
+        {"sizes": ((2, 2), ()), "strides": ((2,), (1,)), "names": None},
+        {"strides": ((2,), (3,))},
+        {"ranks": (0, 1, 2, 2**31)},
+        {"names": ("outer",)},
+        {"device": "cpu:0"},
+    ],
+    ids=["repeated ranks", "other dimensions", "too few ranks", "a huge rank", "too few names", "an index"],
+)
+def test_an_impossible_mesh_from_a_peer_is_refused(changes: dict[str, Any], mesh: DeviceMesh) -> None:
+    manifest = describe({"d": on(mesh, Shard(0), Shard(1))}).manifest
+    (leaf,), specs = manifest.leaves, manifest.tensors
+    check_form(DTENSOR, leaf, specs)
+    traits = DTensorTraits.read(leaf.traits)
+    changed = replace(traits, mesh=replace(traits.mesh, **changes))
+    with pytest.raises(BadManifest, match="a malformed dtensor"):
+        check_form(DTENSOR, replace(leaf, traits=changed.packed()), specs)

@@ -1,4 +1,4 @@
-"""numpy arrays move as bytes, whatever their dtype and strides, and in place too."""
+"""numpy arrays of every dtype and layout arrive bit for bit, fresh and in place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchferry.errors import StateMismatch
 FIELDS = numpy.dtype([("a", "i4"), ("b", "f8"), ("c", "S3"), ("d", "f4", (2, 3))])
 
 
-class Reading(numpy.ndarray[Any, Any]):
+class ArraySubclass(numpy.ndarray[Any, Any]):
     unit = "K"
 
 
 def filled(dtype: Any, shape: Any = 6) -> Any:
-    """Bytes that differ, seen as an array. None is zero, so that no string is cut short."""
+    """Return an array of different bytes. None of them is zero, because zeros end a string."""
     array = numpy.empty(shape, dtype)
     array.view(numpy.ndarray).reshape(-1).view("u1")[...] = numpy.arange(array.nbytes) % 126 + 1
     return array
@@ -35,7 +35,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_that_is_bytes_arrives_bit_for_bit(dtype: Any) -> None:
+def test_every_dtype_without_references_arrives_bit_for_bit(dtype: Any) -> None:
     array = filled(dtype)
     ferried = transfer({"a": array})
     assert_same({"a": array}, ferried.state)
@@ -43,7 +43,7 @@ def test_every_dtype_that_is_bytes_arrives_bit_for_bit(dtype: Any) -> None:
     assert type(ferried.state["a"]) is numpy.ndarray
 
 
-def test_text_arrives() -> None:
+def test_arrays_of_text_arrive() -> None:
     state = {"words": numpy.array(["", "ferry", "fährt über"]), "one": numpy.array("x")}
     assert_same(state, transfer(state).state)
 
@@ -59,7 +59,7 @@ LAYOUTS = {
     "strided": BASE[::2, 1::3],
     "a column": BASE[:, 5],
     "backwards": BASE[::-1],
-    "backwards both ways": BASE[::-2, ::-1],
+    "backwards in both axes": BASE[::-2, ::-1],
     "one row backwards": BASE[2:3, ::-1],
     "broadcast": numpy.broadcast_to(BASE[0], (3, 8)),
     "windows": numpy.lib.stride_tricks.sliding_window_view(BASE[0], 3),
@@ -69,7 +69,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_arrives_with_its_strides(name: str, own_buffers: bool) -> None:
     state = {"a": LAYOUTS[name]}
@@ -77,16 +77,16 @@ def test_every_layout_arrives_with_its_strides(name: str, own_buffers: bool) -> 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_can_be_written_into_an_array_of_the_same_turn(name: str) -> None:
+def test_every_layout_can_be_received_into_an_array_with_the_same_reversed_axes(name: str) -> None:
     array = LAYOUTS[name]
-    turn = tuple(slice(None, None, -1 if step < 0 else None) for step in array.strides)
-    local = numpy.zeros(array.shape, array.dtype)[turn or ...]
+    reversing = tuple(slice(None, None, -1 if step < 0 else None) for step in array.strides)
+    local = numpy.zeros(array.shape, array.dtype)[reversing or ...]
     received = transfer({"a": array}, into={"a": local}).state
     assert received["a"] is local
     assert numpy.array_equal(local, array)
 
 
-def test_views_of_one_array_cost_each_byte_once_and_stay_views() -> None:
+def test_views_of_one_array_send_each_byte_once_and_stay_views() -> None:
     base = numpy.arange(20.0)
     ferried = transfer({"a": base[2:8], "b": base[4:12], "c": base[11:3:-1]})
     assert ferried.payload_bytes == 10 * 8
@@ -94,14 +94,14 @@ def test_views_of_one_array_cost_each_byte_once_and_stay_views() -> None:
     assert ferried.state["b"][1] == ferried.state["c"][6] == 99
 
 
-def test_a_received_array_stays_when_the_rest_of_the_state_is_gone() -> None:
+def test_a_received_array_keeps_its_memory_alive() -> None:
     received = transfer({"a": numpy.arange(1000), "rest": torch.zeros(1000)}).state.pop("a")
     torch.full((1000,), -1)
     assert numpy.array_equal(received, numpy.arange(1000))
     received[0] = 5
 
 
-def test_whether_an_array_may_be_written_is_kept() -> None:
+def test_the_writeable_flag_arrives() -> None:
     fixed = numpy.arange(3)
     fixed.flags.writeable = False
     received = transfer({"fixed": fixed, "free": numpy.arange(3)}).state
@@ -109,7 +109,7 @@ def test_whether_an_array_may_be_written_is_kept() -> None:
     assert received["free"].flags.writeable
 
 
-def test_in_place_the_neighbours_of_an_array_keep_their_values() -> None:
+def test_in_place_items_outside_the_array_keep_their_values() -> None:
     whole = numpy.full((4, 4), -1)
     received = transfer({"a": numpy.arange(6).reshape(3, 2)}, into={"a": whole[1:, 1:3]}).state
     assert received["a"].base is whole
@@ -125,7 +125,7 @@ def test_in_place_the_neighbours_of_an_array_keep_their_values() -> None:
         (torch.zeros(3, dtype=torch.float64), "kind: incoming ndarray float64[3], local tensor float64[3]"),
         (numpy.float64(1), "kind: incoming ndarray float64[3], local a value"),
         (
-            numpy.arange(3.0).view(Reading),
+            numpy.arange(3.0).view(ArraySubclass),
             "kind: incoming ndarray float64[3], local an array of the class",
         ),
     ],
@@ -137,8 +137,8 @@ def test_in_place_dtype_shape_and_kind_must_match(local: object, said: str) -> N
     assert raised.value.path == "a"
 
 
-def test_in_place_an_array_that_is_read_only_is_not_written() -> None:
-    """Its memory may be a bytes object's, which nobody expects to change, or that of a file."""
+def test_in_place_a_read_only_array_is_not_overwritten() -> None:
+    """Its memory may belong to a bytes object or to a file."""
     data = b"\x01" * 8
     local = numpy.frombuffer(data, "u1")
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_in_place_an_array_that_is_read_only_is_not_written() -> None:
     assert data == b"\x01" * 8
 
 
-def test_an_array_that_is_read_only_is_left_alone_where_nothing_arrives() -> None:
+def test_a_read_only_array_is_no_mismatch_if_nothing_arrives_for_it() -> None:
     fixed = numpy.frombuffer(b"12345678", "u1")
     received = transfer({"b": 2}, into={"a": fixed, "b": 1}, strict=False).state
     assert received["a"] is fixed
@@ -158,19 +158,22 @@ def test_an_array_that_is_read_only_is_left_alone_where_nothing_arrives() -> Non
 REFUSED = {
     "objects": (numpy.array([{}, None], dtype=object), ["dtype object", "references", "list"]),
     "objects in fields": (numpy.zeros(2, [("a", "i4"), ("b", "O")]), ["references"]),
-    "strings elsewhere": (numpy.array(["a"], dtype=numpy.dtypes.StringDType()), ["StringDType", "list"]),
+    "strings outside the array": (
+        numpy.array(["a"], dtype=numpy.dtypes.StringDType()),
+        ["StringDType", "list"],
+    ),
     "fields that overlap": (
         numpy.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]}),
         ["offsets", ".view()"],
     ),
     "records": (numpy.zeros(2, numpy.dtype((numpy.record, [("a", "i4")]))), ["numpy.record", ".view()"]),
-    "a subclass": (numpy.zeros(2).view(Reading), ["test_ndarray.Reading"]),
+    "a subclass": (numpy.zeros(2).view(ArraySubclass), ["test_ndarray.ArraySubclass"]),
     "a masked array": (numpy.ma.array([1, 2], mask=[False, True]), ["MaskedArray"]),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_array_that_is_more_than_its_bytes_is_refused_with_its_path_and_advice(name: str) -> None:
+def test_an_array_that_is_not_only_bytes_is_refused_with_its_path_and_advice(name: str) -> None:
     array, said = REFUSED[name]
     message = refusal_at_a_path(array)
     assert [words for words in said if words not in message] == []

@@ -1,4 +1,4 @@
-"""Types of the user's own: registered by name on both sides, and made without calling anything of theirs."""
+"""The user's own types: registered by name on both sides, and rebuilt without running their code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchferry.testing import MemoryNetwork
 
 
 @pytest.fixture(autouse=True)
-def _registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_types", {})
 
 
@@ -42,48 +42,48 @@ class Mode(Enum):
     TRAIN = 1
 
 
-def received_elsewhere(state: object, **known_there: Any) -> Any:
-    """Send from here, and receive where other types are registered."""
+def receive_with_types(state: object, **types: Any) -> Any:
+    """Send a state, then receive it with only these types registered."""
     network = MemoryNetwork()
     send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     registry._types.clear()
-    registry._types.update({f"{__name__}.{name}": cls for name, cls in known_there.items()})
+    registry._types.update({f"{__name__}.{name}": cls for name, cls in types.items()})
     try:
         return receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))[0]
     finally:
-        assert not any(network._boxes.values()), "the sender was left with messages that nobody took"
+        assert not any(network._boxes.values()), "the receiver left messages of the sender"
 
 
 @pytest.mark.parametrize("value", [Loader(1), Point(1), Mode.TRAIN], ids=str)
-def test_a_type_that_is_not_registered_at_the_receiver_is_named_with_what_to_do(value: object) -> None:
+def test_a_type_that_is_not_registered_at_the_receiver_is_refused_with_advice(value: object) -> None:
     register(type(value))
     with pytest.raises(UnknownType) as raised:
-        received_elsewhere({"a": value, "w": torch.ones(2)})
+        receive_with_types({"a": value, "w": torch.ones(2)})
     assert f"{__name__}.{type(value).__name__}" in str(raised.value)
     assert f"torchferry.register({type(value).__name__})" in str(raised.value)
 
 
 @pytest.mark.parametrize("fields", [["epoch"], ["seen", "epoch"], ["epoch", "seen", "more"]])
-def test_a_type_with_other_fields_at_the_receiver_is_refused_with_both(fields: list[str]) -> None:
+def test_a_type_with_other_fields_is_refused_and_both_lists_are_shown(fields: list[str]) -> None:
     register(Loader)
     with pytest.raises(UnknownType) as raised:
-        received_elsewhere(Loader(1), Loader=make_dataclass("Loader", fields))
+        receive_with_types(Loader(1), Loader=make_dataclass("Loader", fields))
     assert f"the fields {', '.join(fields)} here and epoch, seen at the peer" in str(raised.value)
 
 
-def test_an_enum_that_lost_a_member_at_the_receiver_is_refused() -> None:
+def test_an_enum_without_the_member_is_refused() -> None:
     register(Mode)
     with pytest.raises(BadManifest, match="TRAIN"):
-        received_elsewhere({"mode": Mode.TRAIN}, Mode=Enum("Mode", "EVAL"))
+        receive_with_types({"mode": Mode.TRAIN}, Mode=Enum("Mode", "EVAL"))
 
 
-def test_an_enum_that_is_something_else_at_the_receiver_is_refused() -> None:
+def test_an_enum_member_of_a_class_that_is_no_enum_is_refused() -> None:
     register(Mode)
     with pytest.raises(BadManifest, match="not an enum"):
-        received_elsewhere({"mode": Mode.TRAIN}, Mode=Loader)
+        receive_with_types({"mode": Mode.TRAIN}, Mode=Loader)
 
 
-def test_nothing_of_a_type_is_called_on_arrival() -> None:
+def test_no_method_of_a_type_is_called_on_arrival() -> None:
     called: list[str] = []
 
     @dataclass
@@ -112,24 +112,24 @@ def test_nothing_of_a_type_is_called_on_arrival() -> None:
     assert called == []
 
 
-def test_registering_gives_the_class_back_so_that_it_can_decorate() -> None:
+def test_register_returns_the_class() -> None:
     assert register(Loader) is Loader
     assert register(Loader) is Loader
 
 
-def test_two_types_can_not_have_one_name() -> None:
+def test_a_second_type_with_the_same_name_is_refused() -> None:
     register(Loader)
     with pytest.raises(BadArgument, match=r"registered as .*Loader already"):
         register(make_dataclass("Loader", ["epoch"], namespace={"__module__": __name__}))
 
 
 @pytest.mark.parametrize("cls", [int, dict, torch.nn.Linear, type("Plain", (), {}), 3, None])
-def test_only_what_can_be_made_of_its_fields_can_be_registered(cls: Any) -> None:
+def test_only_namedtuples_dataclasses_and_enums_can_be_registered(cls: Any) -> None:
     with pytest.raises(BadArgument, match="namedtuples, dataclasses and enums"):
         register(cls)
 
 
-def test_a_subclass_of_a_registered_type_is_another_type() -> None:
+def test_a_subclass_of_a_registered_type_is_not_registered() -> None:
     register(Loader)
 
     @dataclass
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_class_of_the_script_is_the_same_in_a_process_that_the_script_has_spawned(tmp_path: Path) -> None:
+def test_a_class_of_the_main_script_matches_in_a_spawned_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNING)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

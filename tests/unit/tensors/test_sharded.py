@@ -1,6 +1,6 @@
-"""ShardedTensors: all local shards with the metadata of the whole, in place too.
+"""ShardedTensors: all local shards arrive with the metadata of the whole tensor, fresh and in place.
 
-Here in a process that is in no group; real ranks are in tests/defects and tests/fsdp.
+This process is in no group. tests/defects and tests/fsdp have tests with real ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead")
 
 
 def sharded(*shards: torch.Tensor, rows: tuple[int, ...] = (0, 2), requires_grad: bool = False) -> Any:
-    """A tensor of 6 by 3 in shards of two rows, of which those that start at `rows` are here."""
-    everyones = [
+    """Return a 6 x 3 tensor in shards of two rows. The local shards start at `rows`."""
+    all_shards = [
         ShardMetadata([row, 0], [2, 3], placement=f"rank:{owner}/cpu")
         for row, owner in ((0, 0), (2, 0), (4, 1))
     ]
     whole = ShardedTensorMetadata(
-        shards_metadata=everyones,
+        shards_metadata=all_shards,
         size=torch.Size((6, 3)),
         tensor_properties=TensorProperties(dtype=shards[0].dtype, requires_grad=requires_grad),
     )
-    here = {meta.shard_offsets[0]: meta for meta in everyones}
+    here = {meta.shard_offsets[0]: meta for meta in all_shards}
     built: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(
         [Shard(shard, here[row]) for shard, row in zip(shards, rows, strict=True)], whole
     )
@@ -44,14 +44,14 @@ def two_shards(scale: float = 1.0) -> Any:
     return sharded(scale * torch.arange(6.0).view(2, 3), scale * torch.arange(6.0, 12.0).view(2, 3))
 
 
-@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
-def test_all_local_shards_arrive_with_their_bounds(own_buffers: bool) -> None:
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["direct", "staged"])
+def test_all_local_shards_arrive_with_their_offsets_and_sizes(own_buffers: bool) -> None:
     ferried = transfer({"s": two_shards()}, own_buffers=own_buffers)
     assert_same({"s": two_shards()}, ferried.state)
     assert ferried.payload_bytes == 48
 
 
-def test_the_metadata_of_the_whole_arrives() -> None:
+def test_the_metadata_of_the_whole_tensor_arrives() -> None:
     tensor = transfer({"s": two_shards()}).state["s"]
     assert tensor.size() == torch.Size((6, 3))
     received = tensor.metadata()
@@ -62,7 +62,7 @@ def test_the_metadata_of_the_whole_arrives() -> None:
     assert [str(m.placement) for m in received.shards_metadata][2] == "rank:1/cpu"
 
 
-def test_shards_that_are_views_of_one_storage_send_it_once() -> None:
+def test_shards_of_one_storage_send_each_byte_once() -> None:
     whole = torch.arange(18.0).view(6, 3)
     state = {"s": sharded(whole[:2], whole[2:4]), "row": whole[1]}
     ferried = transfer(state)
@@ -70,13 +70,13 @@ def test_shards_that_are_views_of_one_storage_send_it_once() -> None:
     assert ferried.payload_bytes == 48
 
 
-def test_shards_that_require_grad_still_do() -> None:
+def test_requires_grad_of_the_shards_arrives() -> None:
     original = sharded(torch.ones(2, 3, requires_grad=True), rows=(2,), requires_grad=True)
     received = transfer({"s": original}).state["s"]
     assert received.local_shards()[0].tensor.requires_grad
 
 
-def test_in_place_all_local_shards_are_written_and_the_tensor_is_the_local_one() -> None:
+def test_in_place_all_local_shards_are_overwritten() -> None:
     local = two_shards(scale=-1)
     tensors = [shard.tensor for shard in local.local_shards()]
     received = transfer({"s": two_shards()}, into={"s": local}).state["s"]
@@ -95,14 +95,14 @@ def test_in_place_all_local_shards_are_written_and_the_tensor_is_the_local_one()
         (sharded(*[torch.zeros(2, 3, dtype=torch.float64)] * 2), "dtype"),
     ],
 )
-def test_in_place_bounds_dtype_and_kind_must_match(local: Any, what: str) -> None:
+def test_in_place_offsets_sizes_dtype_and_kind_must_match(local: Any, what: str) -> None:
     with pytest.raises(StateMismatch) as raised:
         transfer({"s": two_shards()}, into={"s": local})
     assert {mismatch.path for mismatch in raised.value.mismatches} == {"s"}
     assert what in {mismatch.what for mismatch in raised.value.mismatches}
 
 
-def test_a_shard_that_can_not_travel_is_refused_with_the_path_of_the_tensor() -> None:
+def test_an_unsendable_shard_is_refused_with_the_path_of_the_tensor() -> None:
     odd = two_shards()
     odd.local_shards()[1].tensor = torch.ones(2, 3, device="meta")
     assert "meta device" in refusal_at_a_path(odd)

@@ -1,4 +1,4 @@
-"""Sparse tensors: indices and values arrive as they were, in every layout, in place too."""
+"""Sparse tensors: indices and values of every layout arrive unchanged, fresh and in place."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = [
 
 
 def coo(*, coalesced: bool = True, scale: float = 1.0) -> torch.Tensor:
-    """Two items, at different places; they may still be called uncoalesced."""
+    """Return a tensor of two items with different indices, flagged as coalesced or not."""
     indices, values = torch.tensor([[0, 1], [1, 1]]), scale * torch.tensor([1.0, 2.0])
     return torch.sparse_coo_tensor(indices, values, (2, 2), is_coalesced=coalesced, check_invariants=True)
 
 
-def twice_the_same_place() -> torch.Tensor:
+def repeated_indices() -> torch.Tensor:
     return torch.sparse_coo_tensor(
         torch.tensor([[1, 1, 0], [0, 0, 1]]), torch.tensor([1.0, 2.0, 4.0]), (2, 2), check_invariants=True
     )
@@ -43,8 +43,8 @@ def csr(**changes: torch.Tensor) -> torch.Tensor:
 
 SPARSE: dict[str, Callable[[], torch.Tensor]] = {
     "coo": coo,
-    "coo, not coalesced": twice_the_same_place,
-    "coo, called uncoalesced": lambda: coo(coalesced=False),
+    "coo, not coalesced": repeated_indices,
+    "coo, flagged uncoalesced": lambda: coo(coalesced=False),
     "coo without items": lambda: torch.zeros(3, 4).to_sparse(),
     "coo, hybrid": lambda: torch.sparse_coo_tensor(
         torch.tensor([[0, 2]]), torch.randn(2, 3), (4, 3), check_invariants=True
@@ -64,15 +64,15 @@ SPARSE: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("own_buffers", [False, True], ids=["where it lies", "staged"])
+@pytest.mark.parametrize("own_buffers", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_every_sparse_layout_arrives_as_it_was(name: str, own_buffers: bool) -> None:
+def test_every_sparse_layout_arrives_unchanged(name: str, own_buffers: bool) -> None:
     state = {"s": SPARSE[name](), "dense": torch.ones(2)}
     assert_same(state, transfer(state, own_buffers=own_buffers).state)
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_every_sparse_layout_can_be_written_in_place(name: str) -> None:
+def test_every_sparse_layout_can_be_received_in_place(name: str) -> None:
     incoming, local = SPARSE[name](), SPARSE[name]()
     with torch.no_grad():
         values = local._values() if local.layout is torch.sparse_coo else local.values()
@@ -82,7 +82,7 @@ def test_every_sparse_layout_can_be_written_in_place(name: str) -> None:
     assert_same({"s": incoming}, {"s": local})
 
 
-def test_sparse_tensors_that_share_their_indices_send_them_once() -> None:
+def test_shared_indices_are_sent_once() -> None:
     indices = torch.tensor([[0, 1, 2]])
     state = [
         torch.sparse_coo_tensor(indices, torch.randn(3), (4,), is_coalesced=True, check_invariants=True)
@@ -97,21 +97,21 @@ def test_sparse_tensors_that_share_their_indices_send_them_once() -> None:
     "make", [coo, lambda **kw: torch.nn.Parameter(coo(**kw))], ids=["tensor", "parameter"]
 )
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_in_place_the_local_tensor_learns_whether_it_is_coalesced(
+def test_in_place_the_local_tensor_gets_the_coalesced_flag(
     make: Callable[..., torch.Tensor], coalesced: bool
 ) -> None:
-    """Indices that stand twice in a tensor that says it is coalesced would be counted once."""
+    """torch ignores repeated indices in a tensor that is flagged as coalesced."""
     local = make(coalesced=not coalesced)
     transfer({"s": coo(coalesced=coalesced, scale=3)}, into={"s": local})
     assert local.is_coalesced() == coalesced
     assert local.detach()._values().tolist() == [3, 6]
 
 
-def test_in_place_what_stands_twice_is_still_added_up() -> None:
+def test_in_place_values_of_repeated_indices_are_added() -> None:
     local = torch.sparse_coo_tensor(
         torch.tensor([[0, 0, 1], [0, 1, 1]]), torch.ones(3), (2, 2), is_coalesced=True, check_invariants=True
     )
-    transfer({"s": twice_the_same_place()}, into={"s": local})
+    transfer({"s": repeated_indices()}, into={"s": local})
     assert local.to_dense().tolist() == [[0, 4], [3, 0]]
 
 
@@ -121,12 +121,12 @@ def test_in_place_what_stands_twice_is_still_added_up() -> None:
         (coo, csr, ["kind", "incoming sparse", "local compressed"]),
         (coo, lambda: torch.ones(2, 2), ["kind", "incoming sparse", "local tensor float32[2, 2]"]),
         (csr, lambda: csr().to_sparse_csc(), ["torch.sparse_csr", "torch.sparse_csc"]),
-        (coo, twice_the_same_place, ["shape", "incoming [2, 2], local [2, 3]"]),
+        (coo, repeated_indices, ["shape", "incoming [2, 2], local [2, 3]"]),
         (csr, lambda: csr(values=torch.tensor([1.0, 2.0])), ["dtype", "incoming float64, local float32"]),
         (lambda: torch.zeros(3, 4).to_sparse(), lambda: torch.zeros(4, 3).to_sparse(), ["[3, 4]", "[4, 3]"]),
     ],
 )
-def test_in_place_layout_size_and_number_of_items_must_match(
+def test_in_place_layout_shape_and_number_of_items_must_match(
     incoming: Callable[[], torch.Tensor], local: Callable[[], torch.Tensor], said: list[str]
 ) -> None:
     with pytest.raises(StateMismatch) as raised:
@@ -135,13 +135,13 @@ def test_in_place_layout_size_and_number_of_items_must_match(
     assert [words for words in ["s:", *said] if words not in message] == []
 
 
-def test_sparse_tensors_without_data_are_refused_at_the_sender() -> None:
+def test_a_sparse_tensor_on_the_meta_device_is_refused() -> None:
     assert "meta" in refusal_at_a_path(torch.empty(2, 2, layout=torch.sparse_coo, device="meta"))
 
 
-def test_indices_that_point_nowhere_are_refused_by_path() -> None:
-    """Such a tensor can be made, and torch would read and write outside of it."""
-    wild = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (4,), check_invariants=False)
-    with pytest.raises(BadManifest, match=r"^model\.wild: a sparse that can't be put together") as raised:
-        transfer({"model": {"wild": wild}})
-    assert (raised.value.path, raised.value.phase) == ("model.wild", "assemble")
+def test_indices_out_of_range_are_refused_with_the_path() -> None:
+    """torch would read and write outside of such a tensor."""
+    bad = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (4,), check_invariants=False)
+    with pytest.raises(BadManifest, match=r"^model\.bad: a sparse that can't be put together") as raised:
+        transfer({"model": {"bad": bad}})
+    assert (raised.value.path, raised.value.phase) == ("model.bad", "assemble")

@@ -22,7 +22,7 @@ from torchferry.core.plan import Message, Plan, make_plan
 from torchferry.engine.destination import Target, destination
 from torchferry.engine.recall import Recall
 from torchferry.tensors.describe import Description, describe
-from torchferry.tensors.kinds import Site as Here
+from torchferry.tensors.kinds import RebuildContext as Here
 from torchferry.tensors.memory import gather
 
 

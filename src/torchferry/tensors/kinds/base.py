@@ -1,30 +1,34 @@
-"""What a kind of leaf is: one entry that says how it is described and how it is rebuilt."""
+"""The interface of a kind of leaf: one `Kind` describes, checks, compares and rebuilds its leaves.
+
+A `Leaf` has two fields that belong to its kind. `fixed` is what an in-place target must have in common with
+the incoming leaf. `traits` is what only a fresh leaf gets. Each is None, a scalar, or a record: a `Form`,
+packed into a Special.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
-from msgspec import Struct
-from msgspec.msgpack import Decoder
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.codec import pack
-from torchferry.core.manifest import FORM, Leaf, Special, TensorSpec, Value
+from torchferry.core.manifest import FORM, MAX_DIMS, Count, Leaf, Special, TensorSpec, Value
 from torchferry.core.text import MAX_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, FerryError
 
-Part = Callable[[torch.Tensor], int]
-"""Enters a strided tensor into the manifest, if it can travel, and gives its number."""
+AddTensor: TypeAlias = Callable[[torch.Tensor], int]
+"""Adds a strided tensor to the manifest and returns its number; raises Unsendable if it can't be sent."""
+
+Dims: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
 
 @dataclass(frozen=True)
-class Site:
-    """What the receiving process brings to rebuilding: things that can't be on the wire."""
+class RebuildContext:
+    """What the receiving process contributes to rebuilding, because it can't be sent."""
 
     mesh: DeviceMesh | None = None
     unpickle: Callable[[bytes], object] | None = None
@@ -38,41 +42,22 @@ class Misfit(NamedTuple):
     local: str
 
 
-S = TypeVar("S", bound=Struct)
+class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The base of the records that a kind puts into `Leaf.fixed` and `Leaf.traits`."""
+
+    def packed(self) -> Special:
+        """Return the form as a Leaf has it. Equal forms become equal Specials."""
+        return Special(FORM, pack(self))
+
+    @classmethod
+    def read(cls, value: Value) -> Self:
+        """Read the form from a Leaf; raise TypeError or msgspec.DecodeError if the value is not this form."""
+        if type(value) is not Special or value.code != FORM:
+            raise TypeError(f"expected {cls.__name__}, got {show(value)}")
+        return msgspec.msgpack.decode(value.data, type=cls)
 
 
-class Form(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a Leaf has as `fixed` or `traits`, if it is more than a scalar: a record of its kind's own."""
-
-
-def packed(form: Form) -> Special:
-    """Give a form as a Leaf has it. Equal forms are equal so, too."""
-    return Special(FORM, pack(form))
-
-
-def read(form: type[S], value: Value) -> S:
-    """Read a form of a Leaf.
-
-    Raises:
-        TypeError: it is no form at all.
-        msgspec.DecodeError: it is not this form.
-    """
-    if type(value) is not Special or value.code != FORM:
-        raise TypeError(f"{show(value)} in the place of a form")
-    decoder: Decoder[S] = _decoder(form)
-    return decoder.decode(value.data)
-
-
-@cache
-def _decoder(form: type[Struct]) -> Decoder[Any]:
-    return Decoder(form)
-
-
-def _keep(leaf: Leaf, local: Any) -> Any:
-    return local
-
-
-def look_dense(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+def dense_properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     """Return the dtypes and shapes of a leaf's tensors."""
     return {
         "dtype": ", ".join(dict.fromkeys(show_name(spec.dtype) for spec in specs)),
@@ -80,62 +65,48 @@ def look_dense(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     }
 
 
-def _fits_anywhere(leaf: Leaf, site: Site) -> None:
-    """For kinds that any process can rebuild."""
-
-
-def _nothing_more(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    """For kinds of which any leaf of the right form is sound."""
-
-
 class Kind(NamedTuple):
     """One kind of leaf.
 
-    `describe` enters the tensors that hold the value's bytes and says the rest in a Leaf; `rebuild` makes
-    a fresh value out of tensors; `adopt` finishes a local value whose tensors were written in place.
-    If `describe` raises, what it has entered is taken back.
-
-    `fixed` and `traits` are the types of what a Leaf of this kind has there, a Form or a scalar, and `parts`
-    is the number of its tensors, None if that varies: what a peer sends is held to them before anything else
-    is done. `check` then raises whatever it likes, if the numbers in it can't be, or would take for ever to
-    rebuild.
-
-    `look` returns the properties that are compared of two leaves of this kind, as text by name; dtype and
-    shape are among them. `misfit` returns why a leaf can't be rebuilt in this process, if so.
+    - `describe` adds the tensors that hold the value's bytes, and returns the Leaf. If it raises, the caller
+      removes the tensors that it added.
+    - `rebuild` creates a fresh value from received tensors.
+    - `tensor_count` (None if it varies), `fixed` and `traits` are the number of tensors and the types of the
+      two fields. A leaf from a peer is checked against them first.
+    - `check` then raises any exception if the leaf is impossible, or too expensive to rebuild.
+    - `properties` returns the properties that are compared, as text by name, with dtype and shape.
+    - `finish_in_place` completes a local value after its tensors were overwritten.
+    - `misfit` returns why a leaf can't be rebuilt in this process, None if it can.
     """
 
     name: str
-    describe: Callable[[Any, Part], Leaf]
-    rebuild: Callable[[Leaf, list[torch.Tensor], Site], object]
-    parts: int | None
+    describe: Callable[[Any, AddTensor], Leaf]
+    rebuild: Callable[[Leaf, list[torch.Tensor], RebuildContext], object]
+    tensor_count: int | None
     fixed: Any
     traits: Any
-    adopt: Callable[[Leaf, Any], object] = _keep
-    check: Callable[[Leaf, Sequence[TensorSpec]], None] = _nothing_more
-    look: Callable[[Leaf, Sequence[TensorSpec]], dict[str, str]] = look_dense
-    misfit: Callable[[Leaf, Site], Misfit | None] = _fits_anywhere
+    check: Callable[[Leaf, Sequence[TensorSpec]], None]
+    properties: Callable[[Leaf, Sequence[TensorSpec]], dict[str, str]] = dense_properties
+    finish_in_place: Callable[[Leaf, Any], object] = lambda leaf, local: local
+    misfit: Callable[[Leaf, RebuildContext], Misfit | None] = lambda leaf, context: None
 
 
 def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    """Check that a leaf from a peer, with the tensors it names, has what its kind needs.
+    """Check that a leaf from a peer, with the tensors that it names, is a valid leaf of its kind.
 
     Raises:
-        BadManifest: it has not.
+        BadManifest: it is malformed.
     """
-    if kind.parts is not None and len(leaf.parts) != kind.parts:
-        raise BadManifest(f"a {kind.name} of {len(leaf.parts)} tensors, not {kind.parts}")
+    if kind.tensor_count not in (None, len(leaf.parts)):
+        raise BadManifest(f"a {kind.name} has {len(leaf.parts)} tensors, expected {kind.tensor_count}")
     try:
-        _hold_to(kind.fixed, leaf.fixed)
-        _hold_to(kind.traits, leaf.traits)
+        for expected, value in ((kind.fixed, leaf.fixed), (kind.traits, leaf.traits)):
+            if isinstance(expected, type) and issubclass(expected, Form):
+                expected.read(value)
+            else:
+                msgspec.convert(value, expected)
         kind.check(leaf, specs)
     except FerryError:
         raise
     except Exception as error:
         raise BadManifest(f"a malformed {kind.name}: {str(error)[:MAX_CHARACTERS]}") from None
-
-
-def _hold_to(form: Any, value: Value) -> None:
-    if isinstance(form, type) and issubclass(form, Form):
-        read(form, value)
-    else:
-        msgspec.convert(value, form)

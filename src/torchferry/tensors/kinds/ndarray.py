@@ -1,97 +1,226 @@
-"""numpy arrays: their bytes move like a tensor's, whatever their dtype.
+"""numpy arrays, scalars and dtypes, without a dependency on numpy.
 
-The bytes are entered as a uint8 tensor with one more dimension, the item's bytes. Axes that run backwards
-are entered forwards and turned round again, because a tensor's strides can't be negative.
+A value can only be numpy's if numpy is imported, so describing looks it up in `sys.modules`. Only rebuilding
+imports it, and raises UnknownType if it is not installed.
+
+An array is described as a uint8 tensor with one more dimension, the bytes of an item. A tensor's strides
+can't be negative, so axes with negative strides are reversed, and reversed again in the result.
 """
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.text import MAX_CHARACTERS, show_name
-from torchferry.errors import Unsendable
-from torchferry.tensors import numpy_bridge
-from torchferry.tensors.kinds.base import Form, Kind, Part, Site, packed, read
+from torchferry.core.text import MAX_CHARACTERS, show, show_name
+from torchferry.errors import UnknownType, Unsendable
+from torchferry.tensors.kinds.base import AddTensor, Form, Kind, RebuildContext
 from torchferry.tensors.memory import memory_at, strided
 
-Axes: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=numpy_bridge.MAX_DIMS)]
+_MAX_AXES = 64
+
+# A byte order, a kind, a size, and for times the unit.
+_FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
 
 
-class Layout(Form, frozen=True):
-    """What arrays have in common whose bytes mean the same."""
+class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A field of a structured dtype on the wire. Its name may come with a title."""
 
-    dtype: numpy_bridge.DtypeForm
-    backwards: Axes
+    name: str | tuple[str, ...]
+    dtype: str | StructuredDtype
+    shape: tuple[Count, ...] | None = None
 
 
-def _describe(array: Any, part: Part) -> Leaf:
-    if not numpy_bridge.is_bytes(array.dtype):
+class StructuredDtype(Struct, frozen=True, forbid_unknown_fields=True):
+    """A dtype with fields on the wire."""
+
+    fields: tuple[DtypeField, ...]
+
+
+DtypeForm: TypeAlias = str | StructuredDtype
+ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
+
+
+class NumpyScalar:
+    """Stands for numpy's scalar types in a table, because numpy may not be installed."""
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether a value is a numpy scalar that can be sent as its bytes."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        return False
+    return _is_bytes(value.dtype) and _is_describable(value.dtype)
+
+
+def is_array(value: object) -> bool:
+    """Return whether a value is an ndarray, and not of a subclass, which may hold more than an array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_array_type(cls: type) -> bool:
+    """Return whether a class is ndarray or derived from it."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(cls, numpy.ndarray)
+
+
+def _is_bytes(dtype: Any) -> bool:
+    """Return whether items of a dtype are their bytes, without references to objects or strings."""
+    return not dtype.hasobject and dtype.kind in "biufcSUVmM"
+
+
+def _is_describable(dtype: Any) -> bool:
+    """Return whether a dtype can be rebuilt exactly from its description.
+
+    It can't if its fields overlap, if it is a record, or if it comes from another library.
+    """
+    try:
+        rebuilt = _dtype_from_wire(_dtype_to_wire(dtype))
+    except ValueError:
+        return False
+    return bool(rebuilt == dtype) and rebuilt.type is dtype.type
+
+
+def _dtype_to_wire(dtype: Any) -> DtypeForm:
+    return _descr_to_wire(_numpy().lib.format.dtype_to_descr(dtype))
+
+
+def _descr_to_wire(descr: Any) -> DtypeForm:
+    """Turn the description of a dtype in the .npy format, a name or a list of fields, into wire values."""
+    if isinstance(descr, str):
+        return descr
+    if not isinstance(descr, list):
+        raise ValueError(f"numpy describes the dtype as {descr}, which is neither a name nor fields")
+    fields = (DtypeField(name, _descr_to_wire(inner), *shape) for name, inner, *shape in descr)
+    return StructuredDtype(tuple(fields))
+
+
+def _dtype_from_wire(wire: DtypeForm) -> Any:
+    """Rebuild a dtype; raise ValueError if it is malformed, or if its items are not bytes."""
+    try:
+        dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
+    except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a numpy dtype: {str(error)[:MAX_CHARACTERS]}") from None
+    if not _is_bytes(dtype):
+        raise ValueError(f"items of the numpy dtype {str(dtype)[:MAX_CHARACTERS]} are not bytes")
+    return dtype
+
+
+def _descr_from_wire(wire: DtypeForm) -> Any:
+    # numpy's parser accepts much more than the names that numpy writes.
+    if isinstance(wire, str):
+        if not _FORMAT.fullmatch(wire):
+            raise ValueError(f"{show(wire)} is not a format")
+        return wire
+    fields = [(field.name, _descr_from_wire(field.dtype), field.shape) for field in wire.fields]
+    return [field[:2] if field[2] is None else field for field in fields]
+
+
+def scalar_to_wire(value: Any) -> ScalarForm:
+    """Describe a numpy scalar as its dtype and its bytes."""
+    return _dtype_to_wire(value.dtype), value.tobytes()
+
+
+def scalar_from_wire(wire: ScalarForm) -> object:
+    """Rebuild a numpy scalar from its dtype and its bytes."""
+    described, data = wire
+    dtype = _dtype_from_wire(described)
+    data = data[: dtype.itemsize]  # numpy writes an empty string as one zero
+    # An item of an array of strings loses the zeros at its end.
+    if dtype.kind == "S":
+        return dtype.type(data)
+    if dtype.kind == "U":
+        return dtype.type(data.decode("utf-32-le", "surrogatepass"))
+    if dtype.itemsize == 0:
+        return _numpy().zeros((), dtype)[()]
+    return _numpy().frombuffer(data, dtype=dtype)[0]
+
+
+class NdarrayFixed(Form, frozen=True):
+    """The dtype of an array, and its axes with negative strides."""
+
+    dtype: DtypeForm
+    backwards: Annotated[tuple[Count, ...], Meta(max_length=_MAX_AXES)]
+
+
+def _describe(array: Any, add_tensor: AddTensor) -> Leaf:
+    what = f"an ndarray of dtype {array.dtype} can't be sent: "
+    if not _is_bytes(array.dtype):
+        raise Unsendable(what + "its items are references, not bytes. Convert it to a list")
+    if not _is_describable(array.dtype):
         raise Unsendable(
-            f"an ndarray of dtype {array.dtype} can't travel: its items are references, not bytes. "
-            "Convert it to a list"
-        )
-    if not numpy_bridge.is_describable(array.dtype):
-        raise Unsendable(
-            f"an ndarray of dtype {array.dtype} can't travel: numpy can't write that dtype down. Send "
-            ".view() of a plain dtype, such as uint8, and view it back on the other side"
+            what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as "
+            "uint8, and view it back at the receiver"
         )
     backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
-    forwards = array[_turn(array.ndim, backwards)]
-    low, high = numpy_bridge.owner_bounds(array)
-    memory = memory_at(low, high - low)
-    address = forwards.__array_interface__["data"][0]
-    data = strided(
-        memory,
-        torch.uint8,
-        address - low if array.size else 0,
-        (*array.shape, array.itemsize),
-        (*forwards.strides, 1),
-    )
-    return Leaf(
-        NDARRAY.name,
-        (part(data),),
-        packed(Layout(numpy_bridge.dtype_to_wire(array.dtype), backwards)),
-        bool(array.flags.writeable),
-    )
+    forwards = array[_reversing(array.ndim, backwards)]
+    # The memory that the array shares with its bases.
+    numpy, owner = _numpy(), array
+    low, high = numpy.lib.array_utils.byte_bounds(array)
+    while isinstance(owner := owner.base, numpy.ndarray):
+        owner_low, owner_high = numpy.lib.array_utils.byte_bounds(owner)
+        low, high = min(low, owner_low), max(high, owner_high)
+    start = forwards.__array_interface__["data"][0] - low if array.size else 0
+    shape, strides = (*array.shape, array.itemsize), (*forwards.strides, 1)
+    data = strided(memory_at(low, high - low), torch.uint8, start, shape, strides)
+    fixed = NdarrayFixed(_dtype_to_wire(array.dtype), backwards)
+    return Leaf(NDARRAY.name, (add_tensor(data),), fixed.packed(), bool(array.flags.writeable))
 
 
-def _rebuild(leaf: Leaf, parts: list[torch.Tensor], site: Site) -> object:
-    (data,) = parts
-    layout = read(Layout, leaf.fixed)
-    dtype = numpy_bridge.dtype_from_wire(layout.dtype)
-    array = numpy_bridge.array_over(data, dtype)
-    array = array[_turn(array.ndim, layout.backwards)]
+def _reversing(ndim: int, axes: Sequence[int]) -> Any:
+    """Return the index that reverses some axes."""
+    return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or ...
+
+
+def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
+    """Create an array over the tensor's memory, which it keeps alive."""
+    (data,), fixed = parts, NdarrayFixed.read(leaf.fixed)
+    dtype, shape, strides = _dtype_from_wire(fixed.dtype), tuple(data.shape[:-1]), data.stride()[:-1]
+    if data.numel() == 0:
+        # Without a buffer, numpy sets the strides of an empty array to zero.
+        array = _numpy().ndarray(shape, dtype, bytearray(), 0, strides)
+    else:
+        whole = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
+        array = _numpy().ndarray(shape, dtype, whole.numpy(), data.storage_offset(), strides)
+    array = array[_reversing(array.ndim, fixed.backwards)]
     array.flags.writeable = leaf.traits
     return array
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    layout = read(Layout, leaf.fixed)
-    dtype = numpy_bridge.dtype_from_wire(layout.dtype)
-    (spec,) = specs
+    fixed, (spec,) = NdarrayFixed.read(leaf.fixed), specs
+    dtype = _dtype_from_wire(fixed.dtype)
     if spec.dtype != "uint8" or not spec.shape or spec.shape[-1] != dtype.itemsize or spec.conj or spec.neg:
-        raise ValueError(f"these bytes are no array of {str(dtype)[:MAX_CHARACTERS]}")
+        raise ValueError(f"its tensor does not hold the bytes of {str(dtype)[:MAX_CHARACTERS]} items")
     axes = len(spec.shape) - 1
-    if axes > numpy_bridge.MAX_DIMS or any(axis >= axes for axis in layout.backwards):
-        raise ValueError("axes that it does not have")
+    if axes > _MAX_AXES or any(axis >= axes for axis in fixed.backwards):
+        raise ValueError(f"{axes} axes, of which {fixed.backwards} are reversed")
 
 
-def _look(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    layout = read(Layout, leaf.fixed)
+def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    fixed = NdarrayFixed.read(leaf.fixed)
     return {
-        "dtype": show_name(str(numpy_bridge.dtype_from_wire(layout.dtype))),
+        "dtype": show_name(str(_dtype_from_wire(fixed.dtype))),
         "shape": str(list(specs[0].shape[:-1])),
-        "axes that run backwards": str(list(layout.backwards)),
+        "axes with negative strides": str(list(fixed.backwards)),
     }
 
 
-def _turn(ndim: int, axes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim)) or (...,)  # type: ignore[return-value]
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        raise UnknownType(
+            "the incoming state holds numpy values, and numpy is not installed here: pip install numpy"
+        ) from None
 
 
-NDARRAY = Kind("ndarray", _describe, _rebuild, 1, Layout, bool, check=_check, look=_look)
+NDARRAY = Kind("ndarray", _describe, _rebuild, 1, NdarrayFixed, bool, _check, _properties)

@@ -1,4 +1,4 @@
-"""numpy where it is installed: scalars are kept to the bit. Where it is not, all else works."""
+"""numpy scalars arrive bit for bit. Without numpy, all other values can be sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALARS = [
 
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=lambda s: f"{type(s).__name__} {s!s:.8}".replace("\0", "0"))
-def test_every_scalar_arrives_as_the_same_type_and_bits(scalar: Any) -> None:
+def test_every_scalar_arrives_with_its_type_and_bits(scalar: Any) -> None:
     received = transfer({"s": scalar}).state["s"]
     assert type(received) is type(scalar)
     assert received.dtype == scalar.dtype
@@ -44,7 +44,7 @@ def test_a_scalar_can_be_a_key() -> None:
 
 
 def test_the_states_of_numpy_s_generators_arrive() -> None:
-    """A 128-bit int, arrays, and a tuple: as numpy gives them."""
+    """They contain a 128-bit int, arrays, and a tuple."""
     generator, legacy = numpy.random.default_rng(5), numpy.random.RandomState(5)
     received = transfer({"new": generator.bit_generator.state, "old": legacy.get_state()}).state
     other, other_legacy = numpy.random.default_rng(0), numpy.random.RandomState(0)
@@ -77,7 +77,7 @@ try:
 except RuntimeError:
     pass
 else:
-    raise AssertionError("numpy is there after all")
+    raise AssertionError("numpy is installed")
 
 state = {
     "w": torch.nn.Parameter(torch.randn(3, 4)), "half": torch.ones(2, dtype=torch.bfloat16),
@@ -106,7 +106,7 @@ def incoming(leaf, *tensors):
     except UnknownType as error:
         print(error)
     else:
-        raise AssertionError("it was accepted")
+        raise AssertionError("the frame was accepted")
 
 
 incoming(
@@ -118,7 +118,7 @@ print("done")
 """
 
 
-def test_without_numpy_all_else_travels_and_an_incoming_array_is_a_clear_error() -> None:
+def test_without_numpy_all_other_values_arrive_and_an_array_is_an_unknown_type() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMPY],
         cwd=ROOT,

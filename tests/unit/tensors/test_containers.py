@@ -1,4 +1,4 @@
-"""Containers: every one that is found in states comes back as the same type, with all that is set on it."""
+"""Containers arrive as the same type, with their keys, order and attributes."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class Frozen:
 @register
 @dataclass
 class Picky:
-    """Would not be made again by its constructor."""
+    """Its constructor would reject or change what was sent."""
 
     value: int
     doubled: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.value == 13:
-            raise ValueError("it must not be called on arrival")
+            raise ValueError("__post_init__ must not be called on arrival")
         self.doubled = 2 * self.value
 
 
-def picky_beyond_its_constructor() -> Picky:
+def picky_with_a_rejected_value() -> Picky:
     picky = Picky(1)
     picky.value = 13
     return picky
 
 
-def counter_of_what_is_no_count() -> Counter[str]:
+def counter_of_tensors() -> Counter[str]:
     counter: Any = Counter(a=1)
     counter["b"], counter["c"] = torch.ones(1), None
     return counter  # type: ignore[no-any-return]
@@ -77,25 +77,25 @@ CONTAINERS = {
     "defaultdict of dicts": defaultdict(dict, a={}),
     "defaultdict without factory": defaultdict(None, a=1),
     "Counter": Counter({3: 1, 7: 2}),
-    "Counter of what is no count": counter_of_what_is_no_count(),
+    "Counter of tensors": counter_of_tensors(),
     "deque": deque([torch.ones(2), 1]),
     "deque with a limit": deque([1, 2], maxlen=2),
     "namedtuple": Point(torch.ones(2), Point(1)),
     "collections.namedtuple": Pair(1, [torch.ones(2)]),
     "dataclass": Loader(3, [torch.ones(2)]),
     "dataclass, frozen with slots": Frozen(torch.ones(2), {"a": (1,)}),
-    "dataclass, with its own mind": picky_beyond_its_constructor(),
-    "all in one another": [{"a": (deque([OrderedDict(x=Point(Loader(1), {2: Frozen(torch.ones(1))}))]),)}],
+    "dataclass, with a constructor that rejects the value": picky_with_a_rejected_value(),
+    "nested in each other": [{"a": (deque([OrderedDict(x=Point(Loader(1), {2: Frozen(torch.ones(1))}))]),)}],
 }
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_container_arrives_as_it_was(name: str) -> None:
+def test_every_container_arrives_unchanged(name: str) -> None:
     assert_same(CONTAINERS[name], transfer(CONTAINERS[name]).state)
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_container_is_found_again_in_place(name: str) -> None:
+def test_every_container_can_be_received_in_place(name: str) -> None:
     local = transfer(CONTAINERS[name]).state
     mine = tensors_in(local)
     for tensor in mine:
@@ -119,13 +119,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     )
 
 
-def test_a_counter_still_counts_and_a_defaultdict_still_fills() -> None:
+def test_a_received_counter_and_defaultdict_work() -> None:
     received = transfer({"c": Counter("aab"), "d": defaultdict(int, x=1)}).state
     assert received["c"].most_common(1) == [("a", 2)]
     assert received["d"]["new"] == 0
 
 
-def test_a_module_s_metadata_is_kept() -> None:
+def test_the_metadata_of_a_state_dict_arrives() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     state = model.state_dict()
     received = transfer({"model": state, "step": 3}).state["model"]
@@ -135,7 +135,7 @@ def test_a_module_s_metadata_is_kept() -> None:
     assert type(received._metadata) is OrderedDict
 
 
-def test_in_place_the_metadata_that_arrives_is_the_one_that_is_returned() -> None:
+def test_in_place_the_incoming_metadata_is_returned() -> None:
     incoming, local = torch.nn.BatchNorm1d(3).state_dict(), torch.nn.BatchNorm1d(3).state_dict()
     local._metadata[""]["version"] = 1  # type: ignore[attr-defined]
     received = transfer(incoming, into=local).state
@@ -173,7 +173,7 @@ def test_an_optimizer_s_state_arrives_fresh_and_in_place(name: str) -> None:
 
     state = after_a_step(1)
     assert_same(state, transfer(state).state)
-    if name != "LBFGS":  # whose history is as long as it happened to be
+    if name != "LBFGS":  # the length of its history varies
         local = after_a_step(2)
         received = transfer(state, into=local).state
         assert_same(state, received)
@@ -202,42 +202,51 @@ class Unregistered(NamedTuple):
 
 
 @dataclass
-class Stranger:
+class UnregisteredDataclass:
     x: int
 
 
-class Mapping(dict):  # type: ignore[type-arg]
+class DictSubclass(dict):  # type: ignore[type-arg]
     pass
 
 
-class Ordered(OrderedDict):  # type: ignore[type-arg]
+class OrderedDictSubclass(OrderedDict):  # type: ignore[type-arg]
     pass
 
 
-def loader_with_more() -> Loader:
+def loader_with_another_attribute() -> Loader:
     loader = Loader(1)
     loader.more = 2  # type: ignore[attr-defined]
     return loader
 
 
 REFUSED = {
-    "a namedtuple": (Unregistered(1), ["test_branches.Unregistered", "torchferry.register", "both sides"]),
-    "a dataclass": (Stranger(1), ["test_branches.Stranger", "torchferry.register"]),
-    "a subclass of dict": (Mapping(), ["test_branches.Mapping", "built-in container"]),
-    "a subclass of OrderedDict": (Ordered(), ["test_branches.Ordered", "built-in container"]),
-    "a defaultdict of its own making": (defaultdict(lambda: 1), ["defaultdict", "lambda", "Convert it"]),
-    "a dataclass with more than its fields": (loader_with_more(), ["test_branches.Loader", "(more)"]),
+    "a namedtuple": (Unregistered(1), ["test_containers.Unregistered", "torchferry.register", "both sides"]),
+    "a dataclass": (
+        UnregisteredDataclass(1),
+        ["test_containers.UnregisteredDataclass", "torchferry.register"],
+    ),
+    "a subclass of dict": (DictSubclass(), ["test_containers.DictSubclass", "built-in container"]),
+    "a subclass of OrderedDict": (
+        OrderedDictSubclass(),
+        ["test_containers.OrderedDictSubclass", "built-in container"],
+    ),
+    "a defaultdict with a lambda": (defaultdict(lambda: 1), ["defaultdict", "lambda", "Convert it"]),
+    "a dataclass with another attribute": (
+        loader_with_another_attribute(),
+        ["test_containers.Loader", "(more)"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_container_that_is_not_known_is_refused_with_its_path_type_and_advice(name: str) -> None:
+def test_an_unknown_container_is_refused_with_its_path_type_and_advice(name: str) -> None:
     value, said = REFUSED[name]
     message = refusal_at_a_path(value)
     assert [words for words in said if words not in message] == []
 
 
-def test_what_is_set_on_a_container_and_can_not_travel_is_refused() -> None:
+def test_an_unsendable_attribute_of_a_container_is_refused() -> None:
     ordered = OrderedDict(a=1)
     ordered.hook = len  # type: ignore[attr-defined]
     assert "builtin_function" in refusal_at_a_path(ordered)
@@ -252,7 +261,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     assert error.path == "nested.list[0].nested.list[0].nested.list…"
 
 
-def test_a_state_that_contains_itself_many_times_is_refused_in_no_time() -> None:
+def test_a_state_that_contains_itself_many_times_is_refused_quickly() -> None:
     state: list[Any] = []
     state.extend([state] * 10)
     refusal_of(state)
@@ -265,7 +274,7 @@ def nested(depth: int) -> list[Any]:
     return state
 
 
-def test_states_are_carried_up_to_the_greatest_depth_and_no_deeper() -> None:
+def test_a_state_is_sent_up_to_the_maximum_depth() -> None:
     received = transfer(nested(MAX_DEPTH)).state
     for _ in range(MAX_DEPTH):
         (received,) = received
@@ -275,7 +284,7 @@ def test_states_are_carried_up_to_the_greatest_depth_and_no_deeper() -> None:
 
 @pytest.mark.parametrize("levels", [20, 30, 200])
 def test_a_container_in_too_many_places_is_refused_at_the_sender(levels: int) -> None:
-    """Each of its places is a container of its own, so that the paths double with every level."""
+    """Each place becomes a container of its own, so the number of paths doubles with every level."""
     state: Any = torch.ones(1)
     for _ in range(levels):
         state = [state, state]
@@ -295,7 +304,7 @@ def test_a_container_in_two_places_arrives_as_two_with_the_same_tensors() -> Non
 @register
 @dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """As transformers has them: its items are those of its fields that are set."""
+    """Like the outputs of transformers: its items are the fields that are set."""
 
     loss: Any = None
     logits: Any = None
@@ -329,7 +338,7 @@ def filled(container: Any, items: Any) -> Any:
     return container
 
 
-BOTH: dict[str, Callable[[], Any]] = {
+DERIVED: dict[str, Callable[[], Any]] = {
     "an output": lambda: ModelOutput(loss=torch.ones(2)),
     "a dict": lambda: filled(Bag("b"), {"x": torch.ones(2), 3: [1]}),
     "a list": lambda: filled(Batch("b"), [torch.ones(2), {"a": 1}]),
@@ -337,12 +346,10 @@ BOTH: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("name", BOTH)
-def test_a_dataclass_that_is_also_a_container_keeps_its_fields_and_its_items(
-    name: str, in_place: bool
-) -> None:
-    original = BOTH[name]()
-    received = transfer({"o": original}, into={"o": BOTH[name]()} if in_place else None).state["o"]
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_dataclass_derived_from_a_container_keeps_its_fields_and_items(name: str, in_place: bool) -> None:
+    original = DERIVED[name]()
+    received = transfer({"o": original}, into={"o": DERIVED[name]()} if in_place else None).state["o"]
     assert type(received) is type(original)
     assert_same(vars(original), vars(received))
     plain = dict if isinstance(original, dict) else list
@@ -361,20 +368,20 @@ class Word(str):
 
 @register
 @dataclass
-class Trouble(Exception):
+class CodedError(Exception):
     code: int
 
 
 @register
 @dataclass
-class Filling(defaultdict):  # type: ignore[type-arg]
+class NamedDefaultdict(defaultdict):  # type: ignore[type-arg]
     name: str = "x"
 
 
 @pytest.mark.parametrize(
-    "value", [Word("en"), Trouble(3), Filling()], ids=["a str", "an exception", "a defaultdict"]
+    "value", [Word("en"), CodedError(3), NamedDefaultdict()], ids=["a str", "an exception", "a defaultdict"]
 )
-def test_a_dataclass_that_is_also_another_built_in_is_refused_at_the_sender(value: object) -> None:
+def test_a_dataclass_derived_from_another_built_in_type_is_refused(value: object) -> None:
     said = refusal_at_a_path(value)
     assert type(value).__qualname__ in said
     assert "rebuilt from its fields" in said
@@ -390,18 +397,18 @@ class OnSlots(Slotted):
     value: int
 
 
-def test_what_a_base_keeps_in_slots_is_not_lost_without_a_word() -> None:
+def test_an_attribute_in_a_slot_of_a_base_class_is_refused() -> None:
     plain: Any = OnSlots(1)
     assert transfer(plain).state == plain
     plain.beside = torch.ones(1)
-    assert "attributes beside its fields (beside)" in refusal_at_a_path(plain)
+    assert "attributes besides its fields (beside)" in refusal_at_a_path(plain)
     hidden = OnSlots(1)
     object.__setattr__(hidden, "_Slotted__hidden", 1)
-    assert "attributes beside its fields (_Slotted__hidden)" in refusal_at_a_path(hidden)
+    assert "attributes besides its fields (_Slotted__hidden)" in refusal_at_a_path(hidden)
 
 
-def test_an_attribute_that_can_t_travel_is_said_to_be_one() -> None:
+def test_the_refusal_of_an_attribute_names_the_attribute() -> None:
     state: Any = torch.nn.Linear(1, 1).state_dict()
     state._metadata["odd"] = {"version": object()}
     said = refusal_at_a_path(state)
-    assert "in its attribute _metadata, a value of type builtins.object can't travel" in said
+    assert "in its attribute _metadata, a value of type builtins.object can't be sent" in said

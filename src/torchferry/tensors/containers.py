@@ -1,0 +1,229 @@
+"""Containers: how each type is taken apart and put together again.
+
+One `ContainerKind` for one type, with both directions. Exact types only: a subclass is another type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torchferry.core.manifest import Branch, Value
+from torchferry.core.text import show, show_name
+from torchferry.errors import BadManifest, UnknownType, Unsendable
+from torchferry.tensors import registry, values
+
+_FACTORIES: dict[str | None, Any] = {None: None} | {
+    cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
+}
+"""The factories that a defaultdict may have, by name."""
+
+_ITEMS = "<items>"
+"""The key for the items of a dataclass that is also a dict or list. No field can have this name."""
+
+_HEAP_TYPE = 1 << 9
+"""The flag that CPython sets for classes that are not built in."""
+
+
+class ContainerParts(NamedTuple):
+    """A container taken apart. A container without keys of its own, such as a list, has None."""
+
+    kind: str
+    keys: Sequence[object] | None
+    children: Sequence[object]
+    extra: Value = None
+
+
+_Parts: TypeAlias = tuple[Sequence[object] | None, Sequence[object], Value]
+
+
+class ContainerKind(NamedTuple):
+    """How one type of container is split into keys, children and extra, and built from them."""
+
+    name: str
+    split: Callable[[Any], _Parts]
+    build: Callable[[list[Any], list[Any], Any], object]
+
+
+def take_apart(value: object) -> ContainerParts | None:
+    """Take a container apart; None if the value is not a container, or of a type that is not registered.
+
+    Raises:
+        Unsendable: it holds something besides its items that can't be sent.
+    """
+    cls = type(value)
+    kind = _by_type.get(cls)
+    # An enum may also be a namedtuple or dataclass, but its members can't be built from fields.
+    if kind is None and registry.is_registered(cls) and not issubclass(cls, enum.Enum):
+        kind = _NAMEDTUPLE if registry.is_namedtuple(cls) else _DATACLASS
+    return None if kind is None else ContainerParts(kind.name, *kind.split(value))
+
+
+class Container:
+    """A container from a peer that can be built here: its type is known, and its keys are decoded."""
+
+    def __init__(self, branch: Branch) -> None:
+        """Look up the type, decode the keys, and build it once with None for all children.
+
+        Raises:
+            BadManifest: its kind is unknown, or its keys or number of children are impossible.
+            UnknownType: its type is not registered in this process.
+        """
+        kind = _by_name.get(branch.kind)
+        if kind is None:
+            raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
+        if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
+            raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
+        self._kind = kind
+        self._extra = branch.extra
+        keys = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
+        self._keys = values.try_build(kind.name, values.require_distinct, keys)
+        self.build([None] * len(branch.children))
+
+    def build(self, children: list[object]) -> object:
+        """Build the container.
+
+        Raises:
+            BadManifest: it can't have these children.
+            UnknownType: its type is not registered in this process any more.
+        """
+        return values.try_build(self._kind.name, self._kind.build, [*self._keys], children, self._extra)
+
+
+def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
+    # Read keys and values at once, because another thread may change the mapping.
+    items = list(mapping.items())
+    return [key for key, _ in items], [value for _, value in items], extra
+
+
+def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> Any:
+    # Counter.update() would add counts, and raise for children that are not numbers.
+    for key, child in zip(keys, children, strict=True):
+        mapping[key] = child
+    return mapping if attributes is None else values.set_attributes(mapping, values.from_wire(attributes))
+
+
+def _split_with_attributes(mapping: Any) -> _Parts:
+    return _split_mapping(mapping, values.attributes_to_wire(mapping))
+
+
+def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
+    factory = mapping.default_factory
+    name = getattr(factory, "__name__", None)
+    if _FACTORIES.get(name) is not factory:
+        raise Unsendable(
+            f"a defaultdict with the factory {factory!r} can't be sent, only with "
+            f"{', '.join(map(str, _FACTORIES))}. Convert it to a dict"
+        )
+    return _split_mapping(mapping, name)
+
+
+def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
+    if maxlen is not None and (type(maxlen) is not int or maxlen < len(children)):
+        raise ValueError(f"{len(children)} items in a deque of maxlen {show(maxlen)}")
+    return deque(children, maxlen)
+
+
+def _split_fields(value: Any) -> _Parts:
+    cls = type(value)
+    name, fields = registry.name_of(cls), _field_names(cls)
+    if unknown := [attribute for attribute in _attribute_names(value) if attribute not in fields]:
+        raise Unsendable(
+            f"a {name} has attributes besides its fields ({', '.join(unknown)}), which would be lost: "
+            "remove them, or make them fields"
+        )
+    if registry.is_namedtuple(cls):
+        return fields, tuple(value), name
+    if unset := [field for field in fields if not hasattr(value, field)]:
+        raise Unsendable(f"a {name} has fields that were never set ({', '.join(unset)}): set them")
+    children = [getattr(value, field) for field in fields]
+    base = _container_base(cls)
+    if base is None:
+        return fields, children, name
+    items = list(base.__iter__(value)) if base is list else dict(base.items(value))
+    return (*fields, _ITEMS), [*children, items], name
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    if registry.is_namedtuple(cls):
+        return tuple(cls._fields)  # type: ignore[attr-defined]
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _attribute_names(value: object) -> list[str]:
+    """List the attributes of an object: those in its `__dict__`, and the slots that are set."""
+    names = list(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if is_private else slot
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, attribute):
+                names.append(attribute)
+    return names
+
+
+def _container_base(cls: type) -> Any:
+    """Return the container that a dataclass is derived from: OrderedDict, dict or list; None for a plain one.
+
+    Raises:
+        Unsendable: it is derived from another built-in type, and can't be rebuilt from its fields.
+    """
+    built_in = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    if built_in in (object, OrderedDict, dict, list):
+        return None if built_in is object else built_in
+    raise Unsendable(
+        f"a {registry.name_of(cls)} can't be rebuilt from its fields, because it is also a "
+        f"{built_in.__name__}: convert it to a dict"
+    )
+
+
+def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
+    """Build a namedtuple or dataclass without calling its methods."""
+    cls = registry.look_up(name)
+    fields = _field_names(cls)
+    is_namedtuple = registry.is_namedtuple(cls)
+    base = None if is_namedtuple else _container_base(cls)
+    if tuple(keys) != (fields if base is None else (*fields, _ITEMS)):
+        incoming = ", ".join(show_name(str(key)) for key in keys[:20])
+        raise UnknownType(
+            f"{name} has the fields {', '.join(fields)} here and {incoming} at the peer: "
+            "run the same code on both sides"
+        )
+    if len(children) != len(keys):
+        raise ValueError(f"{len(children)} values for {len(keys)} fields")
+    if is_namedtuple:
+        return tuple.__new__(cls, children)
+    built: Any = (base or object).__new__(cls)
+    for field, child in zip(fields, children, strict=False):
+        object.__setattr__(built, field, child)
+    # Container() builds it once with None for all children.
+    if base is not None and children[-1] is not None:
+        if base is list:
+            list.extend(built, values.require_type(list, children[-1]))
+        else:
+            for key, value in values.require_type(dict, children[-1]).items():
+                base.__setitem__(built, key, value)
+    return built
+
+
+_NAMEDTUPLE = ContainerKind("namedtuple", _split_fields, _build_fields)
+_DATACLASS = ContainerKind("dataclass", _split_fields, _build_fields)
+
+_by_type: dict[type, ContainerKind] = {
+    list: ContainerKind("list", lambda v: (None, v, None), lambda _, children, __: children),
+    tuple: ContainerKind("tuple", lambda v: (None, v, None), lambda _, children, __: tuple(children)),
+    deque: ContainerKind("deque", lambda v: (None, list(v), v.maxlen), _build_deque),
+    dict: ContainerKind("dict", _split_mapping, lambda keys, children, _: _fill({}, keys, children)),
+    OrderedDict: ContainerKind("odict", _split_with_attributes, lambda *parts: _fill(OrderedDict(), *parts)),
+    Counter: ContainerKind("counter", _split_with_attributes, lambda *parts: _fill(Counter(), *parts)),
+    defaultdict: ContainerKind(
+        "defaultdict",
+        _split_defaultdict,
+        lambda keys, children, name: _fill(defaultdict(_FACTORIES[name]), keys, children),
+    ),
+}
+_by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}
