@@ -45,8 +45,6 @@ def _without_type(option: Any) -> Any:
 
 def _build_app() -> typer.Typer:
     # Inside, because they take a while to import, which `--version` need not take.
-    from torchferry.bench.cluster_command import bench_cluster
-    from torchferry.bench.command import bench
     from torchferry.demo.command import demo
 
     app = typer.Typer(
@@ -72,6 +70,4 @@ def _build_app() -> typer.Typer:
         pass
 
     app.command(cls=_Command)(demo)
-    app.command(cls=_Command)(bench)
-    app.command(cls=_Command)(bench_cluster)
     return app

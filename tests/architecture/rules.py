@@ -27,7 +27,6 @@ LAYERS = {
     "torchferry.pg_transport": "front door",
     "torchferry.cli": "front door",
     "torchferry.demo": "front door",
-    "torchferry.bench": "front door",
     "torchferry.local": "front door",
     "torchferry.__main__": "front door",
 }
@@ -92,12 +91,6 @@ TERMINAL = {"typer", "rich"}
 TERMINAL_MODULES = (
     "torchferry.cli",
     "torchferry.demo",
-    "torchferry.bench.command",
-    "torchferry.bench.cluster_command",
-    "torchferry.bench.options",
-    "torchferry.bench.measuring_cluster",
-    "torchferry.bench.asking",
-    "torchferry.bench.table",
     "torchferry.__main__",
 )
 
@@ -108,7 +101,7 @@ PICKLE_MODULES = {"torchferry.pg_transport.pickled"}
 # Private parts of torch differ from version to version, so one module has them all, with a fallback each.
 TORCH_MODULES = {"torchferry.torch_internals"}
 # Programs that start processes of their own, and are nobody's library.
-PROGRAMS = ("torchferry.demo", "torchferry.bench", "torchferry.local")
+PROGRAMS = ("torchferry.demo", "torchferry.local")
 # What is private by its name and still for everybody: namedtuples, and our own classes' parts.
 PUBLIC_UNDERSCORES = {"_fields", "_replace", "_asdict"}
 
