@@ -1,6 +1,6 @@
-"""`torchferry bench`: torchferry and its peers, side by side, with what must be reached and what was.
+"""The benchmark of torchferry: `python -m benchmarks`, and `python -m benchmarks cluster` for several hosts.
 
-What is measured is data (`works`), by whom it is done are small adapters (`systems/`). Every rank runs the
-same loop (`run`), whether this command has started it (`crew`) or torchrun has. What comes out is one value
-(`results.Results`), and the terminal, the page, the JSON file and docs/benchmarks.md are views of it.
+`workloads` says what is measured, with which `targets`; `systems/` has the systems that are compared. `run`
+is the measuring loop of every rank, and `rounds` is one transfer. `measure` starts the ranks and returns
+`results.Results`. `document` and `plots` show them.
 """

@@ -1,298 +1,211 @@
-"""The plots of a run, each made of the results and nothing else."""
+"""The plots of a run, drawn by matplotlib as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
-from benchmarks.results import Results, Series, WorkTitle
-from benchmarks.spread import Spread, spread_of
-from benchmarks.svg import Drawing, Scale, dot, line, path, rect, round_up, text, ticks
-from benchmarks.wording import say_binary, say_bytes, say_rate, say_seconds
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-_WIDTH = 860.0
-_LABELS = 230.0
-_VALUES = 100.0
-_ROW = 26.0
-_BAR = 16.0
-_CURVES_HEIGHT = 330.0
-# Labels at the ends of curves are not put closer than this to each other.
-_APART = 16.0
-# How much higher than the highest point a plot of curves goes, and lower than the lowest.
-_ROOM = 1.25
+from benchmarks.results import Measurement, Quartiles, Results, WorkloadInfo
+from benchmarks.units import format_binary, format_bytes, format_rate, format_seconds
+from benchmarks.workloads import UNVERIFIED
+
+# The same results give the same file: ids are not random, and text stays text.
+_SETTINGS: Any = {"svg.hashsalt": "torchferry", "svg.fonttype": "none", "font.size": 9.5}
+_WIDTH_IN = 8.6
+_ROW_IN = 0.28
+_COLORS = {"torchferry": "#1769d6", "transport": "#d9730d", "files": "#8250c4", "limit": "#8a94a0"}
+_PHASE_COLORS = ("#9ecae9", "#1769d6", "#f2b880", "#d9730d", "#7fc8a0", "#8250c4", "#c9a227", "#8a94a0")
+
+Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with the words that go with it; `name` is what its file is called."""
+    """An SVG with its title and caption. `name` is its file name."""
 
     name: str
     title: str
-    says: str
-    drawing: Drawing
+    caption: str
+    svg: str
 
 
-def plots(results: Results) -> list[Plot]:
-    """All plots that can be made of what was measured."""
-    found: list[Plot] = []
-    for work in results.works:
-        series = [one for one in results.of(work.name) if one.takes]
-        if not series:
-            continue
-        if work.axis is not None:
-            found.append(_growth(results, work, series))
-        else:
-            found.append(_bars(results, work, series))
-            found += _timelines(results, work, series)
-    return found
+def make_plots(results: Results) -> list[Plot]:
+    """Draw all plots that the measurements allow."""
+    plots: list[Plot] = []
+    with matplotlib.rc_context(_SETTINGS):
+        for workload in results.workloads:
+            measured = [one for one in results.of(workload.name) if one.rounds]
+            if measured and workload.axis is not None:
+                plots.append(_curves(results, workload, measured))
+            elif measured:
+                plots.append(_bars(results, workload, measured))
+                plots += _phases(results, workload, measured)
+    return plots
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """What the bars of a work show."""
-
-    title: str
-    better: str
-    values: Callable[[Series], Spread | None]
-    say: Callable[[float], str]
-
-
-def _rates(one: Series) -> Spread:
-    spread = _spread(one)
-    return Spread(*(_rate(one, seconds) for seconds in (spread.high, spread.median, spread.low)))
-
-
-def _wire(one: Series) -> Spread | None:
-    return spread_of([take.wire_bytes for take in one.takes if take.wire_bytes is not None])
-
-
-def _memory(one: Series) -> Spread | None:
-    return spread_of([take.peak_bytes for take in one.takes if take.peak_bytes is not None])
-
-
-_MEASURES = {
-    "rate": _Measure("rate", "Longer is faster; → is off the scale.", _rates, say_rate),
-    "time": _Measure("time", "Shorter is faster.", lambda one: _spread(one), say_seconds),
-    "wire": _Measure("bytes on the wire", "Shorter is less.", _wire, say_bytes),
-    "memory": _Measure("memory beyond the state", "Shorter is less.", _memory, say_bytes),
+# By `shows`: what the bars are, and the direction that is better.
+_BARS: dict[str, tuple[str, Callable[[Measurement], Quartiles | None], Format, str]] = {
+    "rate": ("rate", lambda one: one.bytes_per_s, format_rate, "Longer is faster."),
+    "time": ("time", lambda one: one.seconds, format_seconds, "Shorter is faster."),
+    "wire": ("bytes on the wire", lambda one: one.wire_bytes, format_bytes, "Shorter is better."),
+    "memory": ("peak memory", lambda one: one.peak_bytes, format_bytes, "Shorter is better."),
+}
+# By `axis`: the label of x, its format, and what y is.
+_CURVES: dict[str, tuple[str, Format, str]] = {
+    "tensors": ("number of tensors", "{:,.0f}".format, "time"),
+    "receivers": ("number of receivers", "{:,.0f}".format, "time"),
+    "bytes": ("size of each tensor", format_binary, "rate"),
 }
 
 
-def _bars(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
-    """A bar for each system, with a whisker from quartile to quartile."""
-    measure = _MEASURES[work.shows]
-    several = len({one.case for one in series}) > 1
+def _bars(results: Results, workload: WorkloadInfo, measured: Sequence[Measurement]) -> Plot:
+    """Draw a bar for each system, with an error bar between the quartiles."""
+    what, values, text, better = _BARS[workload.shows]
+    several = len({one.case for one in measured}) > 1
     rows = []
-    for one in series:
-        title, spread = results.system_title(one.system), measure.values(one)
-        if spread is not None:
-            rows.append((f"{title.title}, {one.case}" if several else title.title, title.kind, spread))
-    # What the machine can do may be a thousand times as much; it must not flatten the others.
-    drawn = [spread for _, kind, spread in rows if kind != "limit"] or [spread for _, _, spread in rows]
-    top = round_up(max((spread.high for spread in drawn), default=1.0))
-    scale = Scale(0, top, _LABELS, _WIDTH - _VALUES)
-    height = _ROW * len(rows) + 30
-    shapes = [
-        line(scale(top * part), 0, scale(top * part), height - 22, "grid") for part in (0.25, 0.5, 0.75, 1)
-    ]
-    for number, (label, kind, spread) in enumerate(rows):
-        shapes += _bar(label, kind, spread, scale, number * _ROW + 4, measure.say)
-    shapes += [
-        text(scale(top * part), height - 6, measure.say(top * part) if part else "0", "tick", "middle")
-        for part in (0, 0.5, 1)
-    ]
-    name = measure.title.replace(" ", "-")
-    says = f"{_capital(measure.title)} by system: the median, and from quartile to quartile. {measure.better}"
-    drawing = Drawing(_WIDTH, height, tuple(shapes), f"{_capital(measure.title)} by system: {work.title}")
-    return Plot(f"{name}-{work.name}", work.title, says, drawing)
+    for one in measured:
+        system, value = results.system(one.system), values(one)
+        if value is not None:
+            rows.append((f"{system.title}, {one.case}" if several else system.title, system.kind, value))
+    # A limit may be a thousand times as fast. It must not flatten the other bars.
+    top = 1.15 * max((value.q3 for _, kind, value in rows if kind != "limit"), default=0.0) or 1.0
+    figure, axes = _horizontal(len(rows), what, text)
+    axes.set_xlim(0, top)
+    for y, (_, kind, value) in enumerate(rows):
+        off_scale = value.median > top
+        axes.barh(y, min(value.median, top), height=0.62, color=_COLORS[kind])
+        if not off_scale:
+            error = [[value.median - value.q1], [min(value.q3, top) - value.median]]
+            axes.errorbar(value.median, y, xerr=error, color="#1b2330", linewidth=1.2, capsize=2.5)
+        label = f"→ {text(value.median)}" if off_scale else text(value.median)
+        axes.annotate(
+            label, (min(max(value.median, value.q3), top), y), (6, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    off_scale_note = " → marks a bar beyond the scale." if workload.shows == "rate" else ""
+    caption = f"Median {what} by system, with quartiles. {better}{off_scale_note}"
+    return Plot(
+        f"{what.replace(' ', '-')}-{workload.name}", workload.title, caption, _svg(figure, workload.title)
+    )
 
 
-def _bar(
-    label: str, kind: str, spread: Spread, scale: Scale, y: float, say: Callable[[float], str]
-) -> list[str]:
-    middle = y + _BAR / 2
-    end = scale(min(spread.median, scale.high))
-    shapes = [
-        text(_LABELS - 10, middle + 4, label, "label", "end"),
-        rect(_LABELS, y, end - _LABELS, _BAR, f"fill {kind}", f"{label}: {say(spread.median)}"),
-    ]
-    if spread.median > scale.high:
-        return [*shapes, text(end + 6, middle + 4, f"→ {say(spread.median)}", "value")]
-    high = scale(min(spread.high, scale.high))
-    return [
-        *shapes,
-        line(scale(spread.low), middle, high, middle, "whisker"),
-        text(max(end, high) + 8, middle + 4, say(spread.median), "value"),
-    ]
-
-
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
-def _rate(one: Series, seconds: float) -> float:
-    return one.state_bytes * one.receivers / seconds
-
-
-def _timelines(results: Results, work: WorkTitle, series: list[Series]) -> list[Plot]:
-    """Where the time of a transfer goes, phase after phase, on both sides."""
-    if work.shows != "rate":
-        return []
-    lanes = [
-        (f"{results.system_title(one.system).title}, {side}", phases)
-        for one in series
-        for side, phases in _middle(one).items()
-    ]
+def _phases(results: Results, workload: WorkloadInfo, measured: Sequence[Measurement]) -> list[Plot]:
+    """Draw the seconds by phase, for each side of the systems that report them."""
+    lanes = []
+    for one in measured if workload.shows == "rate" else ():
+        median_round = sorted(one.rounds, key=lambda done: done.seconds)[len(one.rounds) // 2]
+        lanes += [
+            (f"{results.system(one.system).title}, {side}", phases)
+            for side, phases in median_round.phases_s.items()
+        ]
     if not lanes:
         return []
     names = list(dict.fromkeys(name for _, phases in lanes for name in phases))
-    longest = max(sum(phases.values()) for _, phases in lanes)
-    scale = Scale(0, longest, _LABELS, _WIDTH - _VALUES)
-    shapes: list[str] = []
-    for number, (label, phases) in enumerate(lanes):
-        y = number * _ROW + 4
-        shapes.append(text(_LABELS - 10, y + _BAR / 2 + 4, label, "label", "end"))
-        at = 0.0
-        for name, seconds in phases.items():
-            width = scale(at + seconds) - scale(at)
-            shapes.append(
-                rect(
-                    scale(at),
-                    y,
-                    width,
-                    _BAR,
-                    f"phase p{names.index(name)}",
-                    f"{name}: {say_seconds(seconds)}",
-                )
-            )
-            at += seconds
-        shapes.append(text(scale(at) + 8, y + _BAR / 2 + 4, say_seconds(at), "value"))
-    y = len(lanes) * _ROW + 12
-    for number, name in enumerate(names):
-        x = _LABELS + (number % 4) * 155
-        below = y + (number // 4) * 20
-        shapes += [rect(x, below, 12, 12, f"phase p{number}"), text(x + 18, below + 11, name, "tick")]
-    height = y + ((len(names) + 3) // 4) * 20 + 4
-    return [
-        Plot(
-            f"timeline-{work.name}",
-            f"{work.title}: a transfer's timeline",
-            "Seconds by phase of the take in the middle, as each side reports them, from the common start.",
-            Drawing(_WIDTH, height, tuple(shapes), f"Timeline by phase: {work.title}"),
+    figure, axes = _horizontal(len(lanes), "time", format_seconds, extra_in=0.5)
+    for name, color in zip(names, _PHASE_COLORS * len(names), strict=False):
+        before = [_sum_before(phases, name) for _, phases in lanes]
+        axes.barh(
+            range(len(lanes)),
+            [phases.get(name, 0.0) for _, phases in lanes],
+            left=before,
+            height=0.62,
+            color=color,
+            label=name,
         )
+    for y, (_, phases) in enumerate(lanes):
+        total = sum(phases.values())
+        axes.annotate(format_seconds(total), (total, y), (6, 0), textcoords="offset points", va="center")
+    axes.margins(x=0.12)
+    axes.set_yticks(range(len(lanes)), [label for label, _ in lanes])
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    caption = "Seconds by phase in the round with the median time, as each side reports them."
+    return [
+        Plot(f"phases-{workload.name}", f"{workload.title}: phases", caption, _svg(figure, workload.title))
     ]
 
 
-def _middle(one: Series) -> dict[str, dict[str, float]]:
-    """The phases of the take with the median time."""
-    ordered = sorted(one.takes, key=lambda take: take.seconds)
-    return ordered[len(ordered) // 2].phases_s
+def _sum_before(phases: dict[str, float], name: str) -> float:
+    """Return when a phase starts.
 
-
-def _growth(results: Results, work: WorkTitle, series: list[Series]) -> Plot:
-    """A curve for each system, both axes by powers of ten."""
-    axis = (
-        _AXES[work.axis or ""]
-        if work.axis in _AXES
-        else _Axis(work.axis or "", "time", _seconds, say_seconds, str)
-    )
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for one in series:
-        if one.x is not None:
-            curves.setdefault(one.system, []).append((one.x, axis.value(one)))
-    xs = sorted({x for curve in curves.values() for x, _ in curve})
-    ys = [y for curve in curves.values() for _, y in curve]
-    low, high = min(ys) / _ROOM, max(ys) * _ROOM
-    marks = ticks(low, high)
-    left, right, bottom = 80.0, _WIDTH - 220, _CURVES_HEIGHT - 45
-    across = Scale(xs[0], xs[-1], left + 20, right, logarithmic=True)
-    up = Scale(low, high, bottom, 14, logarithmic=True)
-    shapes = [line(left, up(mark), right, up(mark), "grid") for mark in marks]
-    shapes += [text(left - 8, up(mark) + 4, axis.say(mark), "tick", "end") for mark in marks]
-    shapes += [text(across(x), bottom + 20, axis.say_x(x), "tick", "middle") for x in _unclutter(xs, across)]
-    shapes.append(text((left + right) / 2, _CURVES_HEIGHT - 6, axis.x_title, "tick", "middle"))
-    for system, curve in curves.items():
-        title = results.system_title(system)
-        places = [(across(x), up(y)) for x, y in curve]
-        shapes.append(path(places, f"curve {title.kind} {system}"))
-        shapes += [
-            dot(*place, f"fill {title.kind} {system}", f"{title.title}, {axis.say_x(x)}: {axis.say(y)}")
-            for place, (x, y) in zip(places, curve, strict=True)
-        ]
-    ends = {system: up(curve[-1][1]) for system, curve in curves.items()}
-    for system, y in _spaced(ends).items():
-        title = results.system_title(system)
-        shapes.append(text(right + 12, y + 4, title.title, f"end {title.kind}"))
-    return Plot(
-        f"growth-{work.name}",
-        work.title,
-        f"{_capital(axis.title)}, both axes by powers of ten. {axis.better}",
-        Drawing(_WIDTH, _CURVES_HEIGHT, tuple(shapes), f"{_capital(axis.title)}: {work.title}"),
-    )
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """What a curve shows, and how its numbers are said."""
-
-    x_title: str
-    title: str
-    value: Callable[[Series], float]
-    say: Callable[[float], str]
-    say_x: Callable[[float], str]
-    better: str = "Lower is faster."
-
-
-def _spread(one: Series) -> Spread:
-    spread = one.spread()
-    assert spread is not None, "only what was taken is drawn"
-    return spread
-
-
-def _seconds(one: Series) -> float:
-    return _spread(one).median
-
-
-def _bytes_per_second(one: Series) -> float:
-    return _rate(one, _seconds(one))
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}"
-
-
-_AXES = {
-    "tensors": _Axis("number of tensors", "time by number of tensors", _seconds, say_seconds, _count),
-    "receivers": _Axis("number of receivers", "time by number of receivers", _seconds, say_seconds, _count),
-    "bytes": _Axis(
-        "size of each tensor",
-        "rate by tensor size",
-        _bytes_per_second,
-        say_rate,
-        say_binary,
-        "Higher is faster.",
-    ),
-}
-
-
-def _unclutter(xs: list[float], across: Scale) -> list[float]:
-    """Those of the numbers on an axis that have room for their words; the first and the last always."""
-    kept = xs[:1]
-    for x in xs[1:-1]:
-        if across(x) - across(kept[-1]) >= 60 <= across(xs[-1]) - across(x):
-            kept.append(x)
-    return [*kept, *xs[-1:]] if len(xs) > 1 else kept
-
-
-def _spaced(ends: dict[str, float]) -> dict[str, float]:
-    """Where to put labels that want to be at these heights, so that none covers another.
-
-    >>> _spaced({"a": 10.0, "b": 12.0, "c": 90.0})
-    {'a': 10.0, 'b': 26.0, 'c': 90.0}
+    >>> _sum_before({"a": 1.0, "b": 2.0, "c": 3.0}, "c")
+    3.0
     """
-    ordered = sorted(ends, key=lambda name: ends[name])
-    places = {name: ends[name] for name in ordered}
-    for above, below in pairwise(ordered):
-        places[below] = max(places[below], places[above] + _APART)
-    return places
+    names = list(phases)
+    return sum(phases[one] for one in names[: names.index(name)]) if name in phases else 0.0
+
+
+def _curves(results: Results, workload: WorkloadInfo, measured: Sequence[Measurement]) -> Plot:
+    """Draw a curve for each system, on logarithmic axes."""
+    x_label, x_text, shows = _CURVES[workload.axis or ""]
+    what, values, text, _ = _BARS[shows]
+    points = [
+        (one, one.x, value) for one in measured if (value := values(one)) is not None and one.x is not None
+    ]
+    figure = Figure(figsize=(_WIDTH_IN, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(one.system for one, _, _ in points):
+        curve = [(x, value) for one, x, value in points if one.system == name]
+        system = results.system(name)
+        axes.errorbar(
+            [x for x, _ in curve],
+            [value.median for _, value in curve],
+            yerr=[
+                [value.median - value.q1 for _, value in curve],
+                [value.q3 - value.median for _, value in curve],
+            ],
+            color=_COLORS[system.kind],
+            linestyle="--" if name == UNVERIFIED else ":" if system.kind == "limit" else "-",
+            marker="o",
+            markersize=4,
+            capsize=2.5,
+            label=system.title,
+        )
+    axes.set(xscale="log", yscale="log", xlabel=x_label, ylabel=what)
+    axes.set_xticks(sorted({x for _, x, _ in points}))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: x_text(x)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: text(y)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 300 else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    _clean(axes, "y")
+    figure.legend(loc="outside right center", frameon=False)
+    better = "Higher is faster." if shows == "rate" else "Lower is faster."
+    caption = f"Median {what} by {x_label}, with quartiles, on logarithmic axes. {better}"
+    return Plot(f"{what}-{workload.name}", workload.title, caption, _svg(figure, workload.title))
+
+
+def _horizontal(rows: int, what: str, text: Format, extra_in: float = 0.0) -> tuple[Figure, Axes]:
+    """Create a figure for `rows` horizontal bars, the first at the top."""
+    figure = Figure(figsize=(_WIDTH_IN, 0.8 + _ROW_IN * rows + extra_in), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_xlabel(what)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: text(x) if x else "0"))
+    axes.tick_params(axis="y", length=0)
+    _clean(axes, "x")
+    return figure, axes
+
+
+def _clean(axes: Axes, grid: str) -> None:
+    axes.grid(axis="x" if grid == "x" else "y", color="#dde2e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    figure.suptitle(title, fontsize="medium", x=0.01, horizontalalignment="left")
+    file = io.StringIO()
+    # Without metadata and prolog, the SVG can be part of an HTML page.
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue()
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)

@@ -1,115 +1,162 @@
-"""What a run of the benchmark comes to: plain values, in the form in which `--json` writes them.
+"""The result of a benchmark run: plain values, written by `--json` and read by `--from`.
 
-Whoever measures elsewhere, on a cluster for example, makes the same values and has all the views of them.
+Tables, plots and pages are made from `Results` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from benchmarks.spread import Spread, spread_of
-from torchferry.errors import BadArgument
-
-FORMAT = 1
+FORMAT = 2
 
 
-class Take(msgspec.Struct, frozen=True):
-    """One transfer: from the common start to when the last side that counts was done.
+class BenchmarkError(Exception):
+    """The benchmark can't run. `exit_code` is 2 for wrong arguments, 1 for a failed run."""
 
-    `wire_bytes` is what the busiest receiver took in by TCP, `peak_bytes` by how much the memory of the side
-    that grew most grew at its peak; None where it can't be measured. `phases_s` has the seconds by phase of a
-    system that reports them, first by side ("send", "receive").
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Quartiles(msgspec.Struct, frozen=True):
+    """The median and the quartiles of some samples."""
+
+    q1: float
+    median: float
+    q3: float
+
+    def over(self, other: Quartiles) -> Quartiles:
+        """Divide two: the ratio of the medians, and the extreme ratios between the quartiles.
+
+        >>> Quartiles(2.0, 3.0, 4.0).over(Quartiles(1.0, 2.0, 4.0))
+        Quartiles(q1=0.5, median=1.5, q3=4.0)
+        """
+        pairs = (self.q1, other.q3), (self.median, other.median), (self.q3, other.q1)
+        return Quartiles(*(top / bottom if bottom else float("inf") for top, bottom in pairs))
+
+    def overlaps(self, other: Quartiles) -> bool:
+        """Whether the interquartile ranges overlap, so that the difference is within noise.
+
+        >>> Quartiles(1.0, 2.0, 3.0).overlaps(Quartiles(2.5, 3.5, 4.5))
+        True
+        """
+        return self.q1 <= other.q3 and other.q1 <= self.q3
+
+    @property
+    def relative_iqr(self) -> float:
+        """The interquartile range, as a part of the median.
+
+        >>> Quartiles(0.9, 1.0, 1.1).relative_iqr
+        0.2
+        """
+        return round((self.q3 - self.q1) / self.median, 3) if self.median else 0.0
+
+
+def quartiles(samples: Sequence[float]) -> Quartiles | None:
+    """Compute the quartiles of some samples; None without samples.
+
+    >>> quartiles([5.0, 1.0, 2.0, 3.0, 4.0])
+    Quartiles(q1=2.0, median=3.0, q3=4.0)
+    """
+    if not samples:
+        return None
+    # statistics.quantiles needs two samples.
+    padded = [*samples, *samples] if len(samples) == 1 else samples
+    return Quartiles(*statistics.quantiles(padded, n=4, method="inclusive"))
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One transfer, timed from the common start until the last timed rank is done.
+
+    `wire_bytes` is what the busiest receiver received over TCP. `peak_bytes` is the largest growth of a
+    process's resident memory. Either is None where the kernel does not report it. `phases_s` has seconds by
+    phase, for each side ("send", "receive") of a system that reports them.
     """
 
     seconds: float
     wire_bytes: int | None = None
     peak_bytes: int | None = None
-    phases_s: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    phases_s: dict[str, dict[str, float]] = {}
 
 
-class Series(msgspec.Struct, frozen=True):
-    """All takes of one case by one system. Without takes, `problem` says why there are none."""
+class Measurement(msgspec.Struct, frozen=True):
+    """All rounds of one case by one system. Without rounds, `problem` says why.
 
-    work: str
+    `failed` is False if the system does not support the case. `state_bytes` is what each receiver gets, 0 if
+    the system moves nothing. `x` is the case's position on the workload's axis.
+    """
+
+    workload: str
     case: str
     system: str
-    takes: tuple[Take, ...] = ()
+    rounds: tuple[Round, ...] = ()
     problem: str | None = None
-    # Whether the system was at fault, or is simply not made for this.
     failed: bool = False
-    # What every receiver gets; none if nothing is moved.
     state_bytes: int = 0
     tensors: int = 0
     receivers: int = 1
-    in_place: bool = False
-    # Where the case stands on the work's axis, if it has one.
     x: float | None = None
 
-    def spread(self) -> Spread | None:
-        """The spread of the seconds, None without takes."""
-        return spread_of([take.seconds for take in self.takes])
+    @property
+    def seconds(self) -> Quartiles | None:
+        return quartiles([one.seconds for one in self.rounds])
 
     @property
-    def bytes_per_second(self) -> float | None:
-        """The state's bytes, to every receiver, over the median time."""
-        spread = self.spread()
-        return None if spread is None else self.state_bytes * self.receivers / spread.median
+    def wire_bytes(self) -> Quartiles | None:
+        return quartiles([one.wire_bytes for one in self.rounds if one.wire_bytes is not None])
+
+    @property
+    def peak_bytes(self) -> Quartiles | None:
+        return quartiles([one.peak_bytes for one in self.rounds if one.peak_bytes is not None])
+
+    @property
+    def bytes_per_s(self) -> Quartiles | None:
+        """The state's bytes, to all receivers together, per second; None if the system moves nothing."""
+        total, seconds = self.state_bytes * self.receivers, self.seconds
+        if not total or seconds is None:
+            return None
+        return Quartiles(total / seconds.q3, total / seconds.median, total / seconds.q1)
 
 
-class Judgement(msgspec.Struct, frozen=True):
-    """One row of what must be reached: the ratio that was measured, and what is to be said of it.
+class TargetResult(msgspec.Struct, frozen=True):
+    """A target and the measured ratio. Without a ratio, `problem` says why."""
 
-    `low` and `high` are the ratio at the quartiles. It is `within_noise` if the mark lies between the two.
-    Without a ratio, `problem` says what is missing.
-    """
-
-    work: str
+    workload: str
     title: str
-    wanted: float
+    limit: float
     at_least: bool
     unit: str = "×"
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
+    ratio: Quartiles | None = None
     problem: str | None = None
-    # How many takes are behind it, at least.
-    takes: int = 0
+    # The number of rounds behind the ratio; the smaller one of the two measurements.
+    rounds: int = 0
 
     @property
-    def reached(self) -> bool:
+    def met(self) -> bool:
         if self.ratio is None:
             return False
-        return self.ratio >= self.wanted if self.at_least else self.ratio <= self.wanted
+        return self.ratio.median >= self.limit if self.at_least else self.ratio.median <= self.limit
 
     @property
     def within_noise(self) -> bool:
-        return self.low is not None and self.high is not None and self.low <= self.wanted <= self.high
-
-    @property
-    def doubtful(self) -> bool:
-        return self.ratio is None or self.within_noise
+        return self.ratio is not None and self.ratio.q1 <= self.limit <= self.ratio.q3
 
     @property
     def verdict(self) -> str:
-        """`reached`, `not reached`, either of them with what there is to doubt, or `not measured`."""
+        """`met` or `missed`, with a note if that is uncertain; `not measured` without a ratio."""
         if self.ratio is None:
-            return "not measured"
-        verdict = "reached" if self.reached else "not reached"
-        if self.takes == 1:
-            return f"{verdict} (one take)"
-        return f"{verdict} (within noise)" if self.within_noise else verdict
+            return f"not measured: {self.problem}"
+        note = " (one round)" if self.rounds == 1 else " (within noise)" if self.within_noise else ""
+        return f"{'met' if self.met else 'missed'}{note}"
 
 
-class WorkTitle(msgspec.Struct, frozen=True):
-    """What a work is called, for those who read the results, and what there is to see of it.
-
-    `axis` is what its cases differ in, if they are points of a curve. `shows` is what its bars are, if they
-    are not: "rate", "time", "wire" or "memory".
-    """
+class WorkloadInfo(msgspec.Struct, frozen=True):
+    """A workload's name, title, and what its plot shows: see `workloads.Workload`."""
 
     name: str
     title: str
@@ -117,108 +164,105 @@ class WorkTitle(msgspec.Struct, frozen=True):
     shows: str = "rate"
 
 
-class SystemTitle(msgspec.Struct, frozen=True):
-    """What a system is called; `kind` is "ferry", "peer", "disk" or "limit"."""
+class SystemInfo(msgspec.Struct, frozen=True):
+    """A system's name, title and kind: "torchferry", "transport", "files" or "limit"."""
 
     name: str
     title: str
     kind: str
 
 
-Known = TypeVar("Known", WorkTitle, SystemTitle, Series, Judgement)
+Item = TypeVar("Item", WorkloadInfo, SystemInfo, Measurement, TargetResult)
 
 
 class Results(msgspec.Struct, frozen=True):
-    """A whole run, or several that were put into one.
-
-    `machine` is what it ran on, in words; `left_out` what was not run, and why.
-    """
+    """One run, or several merged ones. `skipped` lists what was not run, and why."""
 
     command: str
     date: str
     size: str
     repeats: int
     machine: dict[str, str]
-    works: tuple[WorkTitle, ...] = ()
-    systems: tuple[SystemTitle, ...] = ()
-    series: tuple[Series, ...] = ()
-    judgements: tuple[Judgement, ...] = ()
-    left_out: tuple[str, ...] = ()
+    workloads: tuple[WorkloadInfo, ...] = ()
+    systems: tuple[SystemInfo, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    targets: tuple[TargetResult, ...] = ()
+    skipped: tuple[str, ...] = ()
     runs: int = 1
     format: int = FORMAT
 
-    def of(self, work: str) -> list[Series]:
-        """The series of one work, in the order in which they were measured."""
-        return [series for series in self.series if series.work == work]
+    def of(self, workload: str) -> list[Measurement]:
+        """List the measurements of one workload."""
+        return [one for one in self.measurements if one.workload == workload]
 
-    def system_title(self, name: str) -> SystemTitle:
-        """What a system is called; its name, if the results do not say."""
-        return next((one for one in self.systems if one.name == name), SystemTitle(name, name, "peer"))
+    def system(self, name: str) -> SystemInfo:
+        """Return a system's title and kind."""
+        return next((one for one in self.systems if one.name == name), SystemInfo(name, name, "transport"))
 
 
-def find(series: Iterable[Series], case: str, system: str) -> Series | None:
-    """Find the series of a case by a system, None if it was not run."""
-    return next((one for one in series if one.case == case and one.system == system), None)
+def find(measurements: Iterable[Measurement], case: str, system: str) -> Measurement | None:
+    """Find the measurement of a case by a system; None if there is none."""
+    return next((one for one in measurements if (one.case, one.system) == (case, system)), None)
 
 
 def merge(first: Results, *others: Results) -> Results:
-    """Put several runs into one, such as one on this machine and one on a cluster.
+    """Merge several runs, such as one on this machine and one on a cluster.
 
-    The first says when it was and on what. What a later run has measured again takes the place of what was
-    there.
+    Date and machine are those of the first run. A later run replaces what an earlier run measured too.
 
     Raises:
-        BadArgument: they are of different sizes.
+        BenchmarkError: the runs have different sizes.
     """
-    if len(sizes := {one.size for one in (first, *others)}) > 1:
-        raise BadArgument(f"runs of different sizes do not make one: {', '.join(sorted(sizes))}")
+    runs = (first, *others)
+    if len(sizes := {run.size for run in runs}) > 1:
+        raise BenchmarkError(f"can't merge runs of different sizes: {', '.join(sorted(sizes))}")
     return msgspec.structs.replace(
         first,
-        command=" && ".join(one.command for one in (first, *others)),
-        works=_latest(one.works for one in (first, *others)),
-        systems=_latest(one.systems for one in (first, *others)),
-        series=_latest(one.series for one in (first, *others)),
-        judgements=_latest(one.judgements for one in (first, *others)),
-        runs=sum(one.runs for one in (first, *others)),
-        left_out=tuple(dict.fromkeys(reason for one in (first, *others) for reason in one.left_out)),
+        command=" && ".join(run.command for run in runs),
+        workloads=_latest(run.workloads for run in runs),
+        systems=_latest(run.systems for run in runs),
+        measurements=_latest(run.measurements for run in runs),
+        targets=_latest(run.targets for run in runs),
+        runs=sum(run.runs for run in runs),
+        skipped=tuple(dict.fromkeys(reason for run in runs for reason in run.skipped)),
     )
 
 
-def _latest(groups: Iterable[tuple[Known, ...]]) -> tuple[Known, ...]:
-    """All of several groups, each once, the last of those that are of the same thing."""
-    return tuple({_identity(one): one for group in groups for one in group}.values())
+def _latest(groups: Iterable[tuple[Item, ...]]) -> tuple[Item, ...]:
+    return tuple({_key(item): item for group in groups for item in group}.values())
 
 
-def _identity(one: WorkTitle | SystemTitle | Series | Judgement) -> tuple[str, ...]:
-    match one:
-        case Series(work, case, system):
-            return work, case, system
-        case Judgement(work, title):
-            return work, title
-        case WorkTitle(name) | SystemTitle(name):
+def _key(item: WorkloadInfo | SystemInfo | Measurement | TargetResult) -> tuple[str, ...]:
+    match item:
+        case Measurement(workload, case, system):
+            return workload, case, system
+        case TargetResult(workload, title):
+            return workload, title
+        case WorkloadInfo(name) | SystemInfo(name):
             return (name,)
 
 
 def write_json(results: Results, file: Path) -> None:
-    """Write the results as JSON that a person can read too.
+    """Write the results as indented JSON.
 
     Raises:
-        OSError: it can't be written there.
+        OSError: the file can't be written.
     """
     file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def read_json(file: Path) -> Results:
-    """Read what `write_json` has written.
+    """Read a file that `write_json` wrote.
 
     Raises:
-        OSError: it can't be read.
-        BadArgument: it is not the results of a benchmark, or those of another version.
+        BenchmarkError: the file can't be read, is something else, or has another format version.
     """
     try:
         results = msgspec.json.decode(file.read_bytes(), type=Results)
+    except OSError as error:
+        raise BenchmarkError(f"can't read {file}: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise BadArgument(f"{file} does not hold the results of a benchmark: {error}") from None
+        raise BenchmarkError(f"{file} is not a benchmark result: {error}") from None
     if results.format != FORMAT:
-        raise BadArgument(f"{file} is of format {results.format}, and this version reads {FORMAT}")
+        raise BenchmarkError(f"{file} has format {results.format}; this version reads format {FORMAT}")
     return results

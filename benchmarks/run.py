@@ -1,13 +1,15 @@
-"""The run itself, the same on every rank: case by case, the systems in turn, again and again.
+"""The measuring loop, the same on every rank: systems are interleaved, in a new order in every round.
 
-Systems are interleaved, in every round in another order, so that what else happens on the machine happens to
-all of them alike.
+So a disturbance of the machine affects all systems alike. On a cluster, where targets compare cases, cases
+are interleaved too.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import random
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,270 +17,270 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from benchmarks.assembly import Assembly, host, share
-from benchmarks.portrait import Portrait, portray
-from benchmarks.recipes import State
-from benchmarks.results import Series, Take
-from benchmarks.systems import SYSTEMS, Session, Site, System
-from benchmarks.systems.base import SENDER
-from benchmarks.taking import attempt, combine, problem_of, take
-from benchmarks.works import Case, Size, Work, works
+from benchmarks.results import Measurement, Round
+from benchmarks.rounds import RankGroup, RankReport, attempt, combine, run_round, share
+from benchmarks.states import LeafDigests, State, StateSpec, digest_leaves
+from benchmarks.systems import SYSTEMS
+from benchmarks.systems.session import SENDER, Session, Setup, System
+from benchmarks.workloads import Case, Size, Workload, cluster_workloads, workloads
 
-# The deadline of one transfer. The slowest, 40 GB for 40 MB by torch's PGTransport, takes half a minute, and
-# several times that on a machine that has other things to do.
-TAKE_TIMEOUT_S = 300.0
-# What takes longer than this in its warm-up is not repeated: the warm-up is its one take.
+# torch's PGTransport needs half a minute for 40 GB, and several times that on a busy machine.
+_LOCAL_TIMEOUT_S = 300.0
+_CLUSTER_TIMEOUT_S = 60.0
+# A system that needs longer for its warm-up is not repeated; the warm-up is then its one round.
 _SLOW_S = 8.0
-# What those who measure tell those who stand by.
-_RENEW, _DONE = b"renew", b"done"
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What to run: the names of works and systems, at which size, how often."""
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: the names of workloads and systems. `hosts` is 0 for a run on one machine."""
 
     size: Size
-    works: tuple[str, ...]
+    workloads: tuple[str, ...]
     systems: tuple[str, ...]
     repeats: int
+    hosts: int = 0
 
-    def chosen(self) -> list[Work]:
-        """The works themselves."""
-        return [work for work in works(self.size) if work.name in self.works]
+    def chosen(self) -> list[Workload]:
+        """List the workloads."""
+        known = cluster_workloads(self.size, self.hosts) if self.hosts else workloads(self.size)
+        return [workload for workload in known if workload.name in self.workloads]
 
     @property
     def ranks(self) -> int:
-        """How many processes its largest case takes."""
-        return 1 + max(case.receivers for work in self.chosen() for case in work.cases)
+        """The number of processes that the largest case needs."""
+        return self.hosts or max(workload.ranks for workload in self.chosen())
+
+    @property
+    def round_timeout_s(self) -> float:
+        return _CLUSTER_TIMEOUT_S if self.hosts else _LOCAL_TIMEOUT_S
+
+    @property
+    def slow_s(self) -> float:
+        return math.inf if self.hosts else _SLOW_S
 
 
-class Began(msgspec.Struct, frozen=True, tag=True):
-    """A case is about to be measured."""
+@dataclass(frozen=True)
+class Started:
+    """The measuring of a case, or on a cluster of a workload, has started."""
 
-    work: str
+    name: str
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A system has finished a round. Round 0 is the warm-up."""
+
     case: str
-
-
-class Took(msgspec.Struct, frozen=True, tag=True):
-    """A system has done a take of the case."""
-
     system: str
     number: int
     seconds: float
 
 
-class Measured(msgspec.Struct, frozen=True, tag=True):
-    """A system is done with a case."""
+@dataclass(frozen=True)
+class Measured:
+    """All rounds of a case by a system are done."""
 
-    series: Series
+    measurement: Measurement
 
 
-class LeftOut(msgspec.Struct, frozen=True, tag=True):
-    """Something will not be run, and why."""
+@dataclass(frozen=True)
+class Skipped:
+    """A case or a system is not run."""
 
     reason: str
 
 
-Event = Began | Took | Measured | LeftOut
-Tell = Callable[[Event], None]
+Event = Started | RoundDone | Measured | Skipped
+Emit = Callable[[Event], None]
 
 
-def perform(plan: Plan, folder: Path, tell: Tell) -> None:
-    """Run the plan on this rank of the default process group; the sender tells what happens.
+def run(plan: Plan, folder: Path, emit: Emit) -> None:
+    """Run the plan on this rank of the default process group. Only the sender emits events.
 
     Raises:
-        RuntimeError: another rank is gone.
+        RuntimeError: another rank has died.
     """
-    stage = _Stage(plan, folder, tell)
-    for work in plan.chosen():
-        for case in work.cases:
-            if case.receivers >= stage.size:
-                stage.tell(
-                    LeftOut(f"{case.name} needs {case.receivers + 1} ranks, and there are {stage.size}")
-                )
-            elif stage.rank <= case.receivers:
-                stage.play(work, case)
-            else:
-                stage.stand_by(case)
+    runner = _Runner(plan, folder, emit)
+    for workload in plan.chosen():
+        cases = [case for case in workload.cases if runner.has_ranks_for(case)]
+        # On a cluster, the cases of a workload are compared with each other.
+        for batch in [cases] if plan.hosts else [[case] for case in cases]:
+            runner.run_batch(workload, batch, workload.name if plan.hosts else batch[0].name)
 
 
 @dataclass
-class _Entrant:
-    """A system in a case: its session, what must arrive, and what has come of it so far."""
+class _Entry:
+    """One system in one case, and its results so far. They are equal on all ranks, except for the session."""
 
+    workload: Workload
+    case: Case
     system: System
     session: Session | None = None
-    expected: Portrait = field(default_factory=dict)
-    takes: list[Take] = field(default_factory=list)
-    warm_up: Take | None = None
+    expected: LeafDigests = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    warm_up: Round | None = None
     problem: str | None = None
     failed: bool = False
 
-    def wants(self, number: int) -> bool:
-        slow = self.warm_up is not None and self.warm_up.seconds > _SLOW_S
-        return self.problem is None and not (slow and number > 0)
+    @property
+    def ranks(self) -> int:
+        return self.case.receivers + 1
 
-    def add(self, done: Take) -> None:
-        """Keep a take. The warm-up is no measure of time, unless there will be no other.
-
-        But what a system acquires in it, and keeps, is memory that it takes.
-        """
+    def add(self, done: Round) -> None:
+        """Add a round. Memory that the system allocated in the warm-up, and kept, counts for all rounds."""
         if self.warm_up is None:
             self.warm_up = done
             return
         peaks = [peak for peak in (done.peak_bytes, self.warm_up.peak_bytes) if peak is not None]
-        self.takes.append(msgspec.structs.replace(done, peak_bytes=max(peaks, default=None)))
+        self.rounds.append(msgspec.structs.replace(done, peak_bytes=max(peaks, default=None)))
 
     def fail(self, problem: str) -> None:
         self.problem, self.failed = problem, True
-        self.takes.clear()
 
-    def series(self, work: Work, case: Case) -> Series:
-        only = [self.warm_up] if self.warm_up is not None and self.problem is None else []
-        return Series(
-            work=work.name,
-            case=case.name,
+    def close(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            attempt(session.close)
+
+    def measurement(self) -> Measurement:
+        only = [self.warm_up] if self.warm_up is not None else []
+        return Measurement(
+            workload=self.workload.name,
+            case=self.case.name,
             system=self.system.name,
-            takes=tuple(self.takes or only),
+            rounds=tuple(self.rounds or only) if self.problem is None else (),
             problem=self.problem,
             failed=self.failed,
-            state_bytes=case.recipe.needed_bytes if self.system.moves else 0,
-            tensors=case.recipe.tensors,
-            receivers=case.receivers,
-            in_place=case.in_place,
-            x=case.x,
+            state_bytes=self.case.state.state_bytes if self.system.moves else 0,
+            tensors=self.case.state.tensors,
+            receivers=self.case.receivers,
+            x=self.case.x,
         )
 
 
-class _Stage:
-    """This rank's view of a run."""
+class _Runner:
+    """This rank's part of a run."""
 
-    def __init__(self, plan: Plan, folder: Path, tell: Tell) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        needed = {case.receivers + 1 for work in plan.chosen() for case in work.cases}
-        self._assemblies = {
-            ranks: Assembly(ranks, TAKE_TIMEOUT_S)
-            for ranks in sorted({*needed, self.size})
-            if ranks <= self.size
+    def __init__(self, plan: Plan, folder: Path, emit: Emit) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._plan, self._folder = plan, folder
+        self._emit = emit if self._rank == SENDER else lambda event: None
+        needed = {case.receivers + 1 for workload in plan.chosen() for case in workload.cases}
+        self._groups = {
+            ranks: RankGroup(ranks, plan.round_timeout_s)
+            for ranks in sorted({*needed, self._ranks})
+            if ranks <= self._ranks
         }
-        self._everyone = self._assemblies[self.size]
-        self._plan = plan
-        self._folder = folder
-        self.tell = tell if self.rank == SENDER else lambda event: None
-        self._one_host = len(set(self._everyone.share(host()))) == 1
+        self._everyone = self._groups[self._ranks]
+        self._one_host = len(set(self._everyone.share(socket.gethostname()))) == 1
         self._missing = self._find_missing()
         for name, reason in self._missing.items():
-            self.tell(LeftOut(f"{SYSTEMS[name].title} {reason}"))
+            self._emit(Skipped(f"{SYSTEMS[name].title} {reason}"))
 
-    def play(self, work: Work, case: Case) -> None:
-        """Measure one case by all systems."""
-        self.tell(Began(work.name, case.name))
-        assembly = self._assemblies[case.receivers + 1]
-        state = case.recipe.build() if self.rank == SENDER or case.in_place else None
-        entrants = [self._enter(case, SYSTEMS[name]) for name in self._systems_for(case)]
-        self._open_all(entrants, case, assembly, state)
-        # Number 0 warms up.
+    def has_ranks_for(self, case: Case) -> bool:
+        enough = case.receivers < self._ranks
+        if not enough:
+            self._emit(Skipped(f"{case.name} needs {case.receivers + 1} ranks; there are {self._ranks}"))
+        return enough
+
+    def run_batch(self, workload: Workload, cases: Sequence[Case], name: str) -> None:
+        """Measure the cases by all systems, interleaved."""
+        self._emit(Started(name))
+        # All entries use the same states: the sender only reads, and a target is overwritten before each
+        # round.
+        states = {case.state: case.state.build() for case in cases if self._needs_state(case)}
+        entries = [
+            _Entry(workload, case, system, problem=system.refuses(case, self._one_host))
+            for case in cases
+            for system in self._systems_for(case)
+        ]
+        self._open_all(entries, states)
+        # The garbage collections between rounds skip what exists now: modules, states and sessions.
+        gc.freeze()
         for number in range(self._plan.repeats + 1):
-            for entrant in _shuffled(entrants, number):
-                if entrant.wants(number):
-                    self._take(assembly, case, entrant, number)
-                    if entrant.failed:
-                        # Its group may be broken, and it is everyone's.
-                        self._everyone.share(_RENEW)
-                        assembly.renew()
-                        self._open_all(entrants, case, assembly, state)
-        for entrant in entrants:
-            _close(entrant)
-            self.tell(Measured(entrant.series(work, case)))
-        entrants.clear()
+            # A new order in every round, the same on all ranks: memory that one system frees speeds up the
+            # next.
+            for entry in random.Random(number).sample(entries, len(entries)):
+                slow = entry.warm_up is not None and entry.warm_up.seconds > self._plan.slow_s
+                if entry.problem is not None or slow:
+                    continue
+                self._run_round(entry, number)
+                if entry.failed:
+                    # The data group may be broken, and other systems use it too.
+                    self._groups[entry.ranks].renew()
+                    self._open_all([one for one in entries if one.ranks == entry.ranks], states)
+        for entry in entries:
+            entry.close()
+            self._emit(Measured(entry.measurement()))
+        entries.clear()
+        gc.unfreeze()
         gc.collect()
-        self._everyone.share(_DONE)
+        self._everyone.wait()
 
-    def stand_by(self, case: Case) -> None:
-        """Wait while others measure a case; a new group is everyone's business."""
-        while self._everyone.share(b"")[SENDER] == _RENEW:
-            self._assemblies[case.receivers + 1].renew()
+    def _needs_state(self, case: Case) -> bool:
+        return self._rank == SENDER or (case.in_place and self._rank <= case.receivers)
 
-    def _systems_for(self, case: Case) -> list[str]:
-        wanted = [name for name in case.systems if name in self._plan.systems]
-        return [name for name in wanted if name not in self._missing]
+    def _systems_for(self, case: Case) -> list[System]:
+        names = [name for name in case.systems if name in self._plan.systems and name not in self._missing]
+        return [SYSTEMS[name] for name in names]
 
-    def _enter(self, case: Case, system: System) -> _Entrant:
-        return _Entrant(system, problem=system.refuses(case, self._one_host))
+    def _open_all(self, entries: Sequence[_Entry], states: dict[StateSpec, State]) -> None:
+        for entry in entries:
+            entry.close()
+            if entry.problem is None:
+                self._open(entry, states.get(entry.case.state))
 
-    def _open_all(
-        self, entrants: Sequence[_Entrant], case: Case, assembly: Assembly, state: State | None
-    ) -> None:
-        for entrant in entrants:
-            _close(entrant)
-            if entrant.problem is None:
-                self._open(entrant, case, assembly, state)
+    def _open(self, entry: _Entry, state: State | None) -> None:
+        """Open a session on all ranks of the case. If one rank fails, the entry fails on all ranks."""
+        session, problem = None, None
+        group, sends = self._groups[entry.ranks], self._rank == SENDER
+        takes_part = self._rank < entry.ranks
+        if takes_part:
+            setup = Setup(
+                case=entry.case,
+                group=group.data,
+                rank=self._rank,
+                timeout_s=self._plan.round_timeout_s,
+                share=lambda own: share(own, group.data, group.ranks),
+                folder=self._folder,
+                source=state if sends else None,
+                target=state if entry.case.in_place and not sends else None,
+            )
+            session, problem = attempt(lambda: entry.system.open(setup))
+        if problem := _first(self._everyone.share(problem)):
+            entry.fail(problem)
+        elif takes_part:
+            assert session is not None, "open returns a session or raises"
+            own = digest_leaves(session.source) if sends else {}
+            # The session may hold a copy as large as the state, which only the digest needs.
+            session.source = None
+            entry.session = session
+            entry.expected = group.share(own)[SENDER]
 
-    def _open(self, entrant: _Entrant, case: Case, assembly: Assembly, state: State | None) -> None:
-        """Open a session, on all ranks at once. If one of them can't, nobody does."""
-        sends = self.rank == SENDER
-        site = Site(
-            case=case,
-            group=assembly.data,
-            rank=self.rank,
-            timeout_s=TAKE_TIMEOUT_S,
-            share=lambda own: share(own, assembly.data, assembly.ranks),
-            folder=self._folder,
-            source=state if sends else None,
-            target=None if sends else state,
-        )
-        session, trouble = attempt(lambda: entrant.system.open(site))
-        if problem := self._agree(assembly, trouble):
-            entrant.fail(problem)
+    def _run_round(self, entry: _Entry, number: int) -> None:
+        report = RankReport()
+        if entry.session is not None:
+            group = self._groups[entry.ranks]
+            report = run_round(group, self._rank, entry.case, entry.session, entry.expected)
+        reports = self._everyone.share(report)
+        problem = _first([one.problem for one in reports])
+        if problem is None:
+            trouble = attempt(entry.session.settle)[1] if entry.session is not None else None
+            problem = _first(self._everyone.share(trouble))
+        if problem is not None:
+            entry.fail(problem)
             return
-        assert session is not None, "what did not fail has made a session"
-        own = portray(session.source) if sends else {}
-        # It may be a copy as large as the state, made only to be portrayed.
-        session.source = None
-        entrant.session = session
-        entrant.expected = msgspec.json.decode(
-            assembly.share(msgspec.json.encode(own))[SENDER], type=Portrait
-        )
-
-    def _take(self, assembly: Assembly, case: Case, entrant: _Entrant, number: int) -> None:
-        assert entrant.session is not None, "one without a session has a problem, and takes no part"
-        parts = take(assembly, self.rank, case, entrant.session, entrant.expected)
-        if problem := problem_of(parts):
-            entrant.fail(problem)
-            return
-        _, trouble = attempt(entrant.session.settle)
-        if problem := self._agree(assembly, trouble):
-            entrant.fail(problem)
-            return
-        done = combine(case, parts, wired=entrant.system.wired)
-        self.tell(Took(entrant.system.name, number, done.seconds))
-        entrant.add(done)
-
-    def _agree(self, assembly: Assembly, trouble: str | None) -> str | None:
-        """The first trouble that any rank has, None if none has any."""
-        everyones = assembly.share((trouble or "").encode())
-        return next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(everyones) if one), None)
+        done = combine(entry.case, reports[: entry.ranks], wired=entry.system.wired)
+        self._emit(RoundDone(entry.case.name, entry.system.name, number, done.seconds))
+        entry.add(done)
 
     def _find_missing(self) -> dict[str, str]:
-        """What one rank lacks, nobody can use."""
+        """Find the systems that are not installed on one of the ranks, with the reason."""
         own = {name: reason for name in self._plan.systems if (reason := SYSTEMS[name].missing())}
-        everyones = self._everyone.share(msgspec.json.encode(own))
-        return {
-            name: reason
-            for theirs in everyones
-            for name, reason in msgspec.json.decode(theirs, type=dict[str, str]).items()
-        }
+        return {name: reason for each in self._everyone.share(own) for name, reason in each.items()}
 
 
-def _shuffled(entrants: list[_Entrant], number: int) -> list[_Entrant]:
-    """Give every round an order of its own, the same on all ranks: who comes after whom makes a difference.
-
-    Memory that one has just given back is there at once for the next; what nobody has used for a while the
-    system, or the host behind it, has to find first.
-    """
-    return random.Random(number).sample(entrants, len(entrants))
-
-
-def _close(entrant: _Entrant) -> None:
-    session, entrant.session = entrant.session, None
-    if session is not None:
-        attempt(session.close)
+def _first(problems: Sequence[str | None]) -> str | None:
+    """Return the problem of the lowest rank that has one."""
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)

@@ -1,17 +1,15 @@
-"""The systems that are compared, in the order in which they are shown."""
+"""The systems that the benchmark compares, in the order of the tables."""
 
-from benchmarks.systems import disk, ferry, limits, metadata, peers
-from benchmarks.systems.base import Session, Site, System
+from benchmarks.systems import files, limits, metadata, transports
+from benchmarks.systems.session import System
 
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
-        *ferry.SYSTEMS,
+        *transports.FERRY_SYSTEMS,
         *metadata.SYSTEMS,
-        *peers.SYSTEMS,
-        *disk.SYSTEMS,
+        *transports.OTHER_SYSTEMS,
+        *files.SYSTEMS,
         *limits.SYSTEMS,
     )
 }
-
-__all__ = ["SYSTEMS", "Session", "Site", "System"]

@@ -1,7 +1,7 @@
-"""What the machine can do: plain sends by the backend, and plain copies in memory.
+"""Upper limits: plain sends by gloo, and a copy in memory.
 
-Both move as many bytes as the state needs, from and to memory that lies in one piece and has been used
-before. No system that has to describe, check and place what it moves can be faster.
+Both move the bytes of the state from and to one contiguous block of memory that has been used before, without
+metadata, verification or allocation.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.portrait import memories
-from benchmarks.systems.base import SENDER, Session, Site, System
-from benchmarks.works import MEMCPY, RAW
+from benchmarks.states import storages
+from benchmarks.systems.session import SENDER, Session, Setup, System
+from benchmarks.workloads import MEMCPY, RAW
 
-# Where gloo is at its best: larger messages are slower, smaller ones cost more each.
-_PIECE_BYTES = 8 * 2**20
+# gloo is fastest at this size: larger messages are slower, and each message has a fixed cost.
+_MESSAGE_BYTES = 8 * 2**20
 
 
-def _open_raw(site: Site) -> Session:
-    memory = _one_piece(site)
-    pieces = memory.split(_PIECE_BYTES)
+def _open_raw(setup: Setup) -> Session:
+    memory = _contiguous(setup)
+    messages = memory.split(_MESSAGE_BYTES)
 
     def send() -> None:
-        _wait(
-            [dist.isend(one, group=site.group, group_dst=rank) for one in pieces for rank in site.receivers]
-        )
+        _wait([dist.isend(one, group=setup.group, group_dst=r) for one in messages for r in setup.receivers])
 
     def receive() -> object:
-        _wait([dist.irecv(one, group=site.group, group_src=SENDER) for one in pieces])
+        _wait([dist.irecv(one, group=setup.group, group_src=SENDER) for one in messages])
         return {"bytes": memory}
 
-    return _session(site, memory, send, receive)
+    return _session(setup, memory, send, receive)
 
 
-def _open_memcpy(site: Site) -> Session:
-    memory = _one_piece(site)
-    # Every receiver copies what it would have received, and the sender has nothing to do.
-    original = memory if site.sends else _joined(site.case.recipe.build(), site.case.recipe.needed_bytes)
+def _open_memcpy(setup: Setup) -> Session:
+    memory = _contiguous(setup)
+    # Each receiver copies the state from its own memory. The sender does nothing.
+    original = memory if setup.sends else _joined(setup.case.state.build())
 
     def receive() -> object:
         memory.copy_(original)
         return {"bytes": memory}
 
-    return _session(site, memory, lambda: None, receive)
+    return _session(setup, memory, lambda: None, receive)
 
 
-def _session(site: Site, memory: Tensor, send: Callable[[], None], receive: Callable[[], object]) -> Session:
+def _session(
+    setup: Setup, memory: Tensor, send: Callable[[], None], receive: Callable[[], object]
+) -> Session:
     whole = {"bytes": memory}
-    return Session(send, receive, whole if site.sends else None, None if site.sends else whole)
+    return Session(send, receive, whole if setup.sends else None, None if setup.sends else whole)
 
 
-def _one_piece(site: Site) -> Tensor:
-    needed_bytes = site.case.recipe.needed_bytes
-    return _joined(site.source, needed_bytes) if site.sends else torch.zeros(needed_bytes, dtype=torch.uint8)
+def _contiguous(setup: Setup) -> Tensor:
+    size_bytes = setup.case.state.state_bytes
+    memory = _joined(setup.source) if setup.sends else torch.zeros(size_bytes, dtype=torch.uint8)
+    assert memory.nbytes == size_bytes, f"the state has {memory.nbytes} bytes, its spec says {size_bytes}"
+    return memory
 
 
-def _joined(state: object, needed_bytes: int) -> Tensor:
-    joined = torch.cat(list(memories(state)))
-    assert joined.nbytes == needed_bytes, f"{joined.nbytes} bytes where the recipe says {needed_bytes}"
-    return joined
+def _joined(state: object) -> Tensor:
+    return torch.cat(list(storages(state)))
 
 
 def _wait(works: list[dist.Work | None]) -> None:
@@ -71,6 +71,6 @@ def _wait(works: list[dist.Work | None]) -> None:
 
 
 SYSTEMS = (
-    System(RAW, "plain sends by the backend", "limit", _open_raw),
+    System(RAW, "plain gloo sends", "limit", _open_raw),
     System(MEMCPY, "memcpy, one core", "limit", _open_memcpy, wired=False),
 )

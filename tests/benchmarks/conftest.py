@@ -1,4 +1,4 @@
-"""What the tests of the benchmark share."""
+"""Fixtures for the tests of the benchmark."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from benchmarks.hosts import ClusterRefused, cluster
 
 
 @pytest.fixture(scope="session")
-def the_rights() -> None:
-    """Skip, saying why, where no cluster can be built."""
+def cluster_rights() -> None:
+    """Skip the test where no cluster can be built."""
     try:
         with cluster(1):
             pass

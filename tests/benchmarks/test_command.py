@@ -1,4 +1,4 @@
-"""`torchferry bench` as a user runs it: the whole of it at its smallest, and what it says when it can't."""
+"""`python -m benchmarks` as a user runs it: everything at its smallest, and its error messages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import build_app
 from benchmarks.results import Results, read_json, write_json
 from benchmarks.systems import SYSTEMS
-from benchmarks.works import FERRY, METADATA, Size, works
-from tests.benchmarks.samples import a_whole_run
-from torchferry import cli
+from benchmarks.workloads import FERRY, METADATA, Size, workloads
+from tests.benchmarks.samples import whole_run
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "torchferry", "bench"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-# Far more than it takes on an idle machine, where it is some ten seconds.
+COMMAND = [sys.executable, "-m", "benchmarks"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+# Far more than the ten seconds that it takes on an idle machine.
 DEADLINE_S = 240.0
 MEMORY = Path("/dev/shm")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(
-        cli._build_app(), ["bench", *arguments], env={"COLUMNS": "200", "TERM": "dumb"}
-    )
+    environment = {"COLUMNS": "200", "TERM": "dumb"}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        result = CliRunner().invoke(build_app(for_cluster=False), list(arguments), env=environment)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return result.exit_code, result.output
 
 
@@ -56,7 +60,7 @@ def folders() -> set[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Smoke:
-    """What came of a run of everything: results, what was printed and written, and what was left behind."""
+    """A run of everything: its results, what it printed, where it wrote, and what it left in memory."""
 
     results: Results
     printed: str
@@ -66,96 +70,93 @@ class Smoke:
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
-    """Every work at its smallest, by the real command, with everything that it can write."""
+    """Run every workload at its smallest by the real command, with all outputs."""
     folder = tmp_path_factory.mktemp("bench")
-    outputs = ["--json", "results.json", "--report", "out.html", "--markdown", "benchmarks.md"]
-    given = [str(folder / word) if "." in word else word for word in outputs]
+    outputs = {"--json": "results.json", "--report": "out.html", "--markdown": "benchmarks.md"}
     before = folders()
-    printed = run("--size", "smoke", *given)
+    printed = run(
+        "--size",
+        "smoke",
+        *(word for option, name in outputs.items() for word in (option, str(folder / name))),
+    )
     return Smoke(read_json(folder / "results.json"), printed, folder, folders() - before)
 
 
+@pytest.mark.slow
 class TestTheSmallestRun:
-    def test_has_every_case_of_every_work(self, smoke: Smoke) -> None:
-        results = smoke.results
-        # Of each the first of its systems, which is torchferry, or a part of it.
-        expected = {(case.name, case.systems[0]) for work in works(Size.SMOKE) for case in work.cases}
-        measured = {(one.case, one.system) for one in results.series if one.takes}
-        assert expected <= measured
+    def test_has_every_case_of_every_workload(self, smoke: Smoke) -> None:
+        # The first system of each case is torchferry, or a part of it.
+        expected = {(case.name, case.systems[0]) for one in workloads(Size.SMOKE) for case in one.cases}
+        assert expected <= {(one.case, one.system) for one in smoke.results.measurements if one.rounds}
 
-    def test_has_every_system_that_is_installed(self, smoke: Smoke) -> None:
-        results = smoke.results
+    def test_has_every_installed_system(self, smoke: Smoke) -> None:
         installed = {name for name, system in SYSTEMS.items() if system.missing() is None}
-        assert installed == {one.system for one in results.series if one.takes}
+        assert installed == {one.system for one in smoke.results.measurements if one.rounds}
         assert {FERRY, "torch-pg", "raw", "memcpy", "torch-save", "dcp"} <= installed
 
-    def test_delivers_everything_right(self, smoke: Smoke) -> None:
-        results = smoke.results
-        assert [one for one in results.series if one.problem] == []
+    def test_delivers_every_state(self, smoke: Smoke) -> None:
+        assert [one for one in smoke.results.measurements if one.problem] == []
 
-    def test_judges_every_mark(self, smoke: Smoke) -> None:
-        results, printed = smoke.results, smoke.printed
-        marks = [mark.title for work in works(Size.SMOKE) for mark in work.marks]
-        assert [one.title for one in results.judgements] == marks
-        assert [one.problem for one in results.judgements if one.ratio is None] == []
-        assert printed.count("reached") >= len(marks)
+    def test_evaluates_every_target(self, smoke: Smoke) -> None:
+        targets = [target.title for one in workloads(Size.SMOKE) for target in one.targets]
+        assert [one.title for one in smoke.results.targets] == targets
+        assert [one.problem for one in smoke.results.targets if one.ratio is None] == []
+        assert "Targets apply to --size full; this run has size smoke." in smoke.printed
 
     def test_counts_the_bytes_of_views_once(self, smoke: Smoke) -> None:
-        results = smoke.results
-        wire = {one.system: one.takes[0].wire_bytes for one in results.of("views")}
-        needed = results.of("views")[0].state_bytes
-        assert needed <= (wire[FERRY] or 0) < 1.1 * needed
-        assert (wire["torch-pg"] or 0) > 9 * needed
+        measured = smoke.results.of("views")
+        wire = {one.system: one.rounds[0].wire_bytes or 0 for one in measured}
+        needed = measured[0].state_bytes
+        assert needed <= wire[FERRY] < 1.1 * needed
+        assert wire["torch-pg"] > 9 * needed
 
-    def test_gives_a_rate_to_what_moves_something(self, smoke: Smoke) -> None:
-        still = {one.system for one in smoke.results.series if one.takes and not one.bytes_per_second}
-        assert still == {METADATA}
-        lines = [line.split() for line in smoke.printed.splitlines() if METADATA in line.split()]
-        assert lines
-        assert not [line for line in lines if any(word.endswith("/s") for word in line)]
+    def test_has_a_rate_for_all_systems_that_move_a_state(self, smoke: Smoke) -> None:
+        without = {one.system for one in smoke.results.measurements if one.rounds and not one.bytes_per_s}
+        assert without == {METADATA}
 
-    def test_writes_the_page_and_the_document(self, smoke: Smoke) -> None:
-        results, printed, folder = smoke.results, smoke.printed, smoke.folder
-        assert "<svg" in (folder / "out.html").read_text()
-        assert "## The marks" in (folder / "benchmarks.md").read_text()
-        assert f"wrote {folder / 'results.json'}" in printed
-        assert str(folder) not in results.command
-
-    def test_says_that_its_marks_are_for_another_size(self, smoke: Smoke) -> None:
-        assert "The marks are for --size full; this was smoke." in smoke.printed
+    def test_writes_the_page_and_the_markdown(self, smoke: Smoke) -> None:
+        assert "<svg" in (smoke.folder / "out.html").read_text()
+        assert "## Targets" in (smoke.folder / "benchmarks.md").read_text()
+        assert f"wrote {smoke.folder / 'results.json'}" in smoke.printed
+        assert smoke.results.command == "python -m benchmarks --size smoke"
 
     def test_leaves_nothing_in_memory(self, smoke: Smoke) -> None:
         assert smoke.left == set()
 
 
-class TestUnderTorchrun:
-    def test_it_uses_the_ranks_that_are_there(self) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-        printed = run(
-            *("--size", "smoke", "--work", "small-fresh", "--work", "receivers", "--system", "torchferry"),
-            command=[*torchrun, "torchferry", "bench"],
-        )
-        assert "left out: receivers-2 needs 3 ranks, and there are 2" in printed
-        assert printed.count("the marks") == 1
+def test_a_quick_run_measures_and_checks() -> None:
+    printed = run("--size", "smoke", "--work", "big-*", "--system", "torchferry", "--system", "raw")
+    assert "2 × 1 MiB, in place" in printed
+    assert "not measured: torch-pg was not run" in printed
 
 
-class TestWhatMakesNoSense:
+@pytest.mark.slow
+def test_under_torchrun_it_uses_torchruns_ranks() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    printed = run(
+        *("--size", "smoke", "--work", "small-fresh", "--work", "receivers", "--system", "torchferry"),
+        command=[*torchrun, "benchmarks"],
+    )
+    assert "skipped: receivers-2 needs 3 ranks; there are 2" in printed
+    assert printed.count("targets") == 1
+
+
+class TestWrongArguments:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (["--work", "bog-fresh"], "there is no work 'bog-fresh'; there are: memory, small-fresh"),
-            (["--work", "huge-*"], "there is no work 'huge-*'"),
-            (["--system", "carrier-pigeon"], "there is no system 'carrier-pigeon'; there are: torchferry"),
-            (["--size", "enormous"], "there is no size 'enormous'; there are: smoke, small, full"),
+            (["--work", "nothing"], "there is no workload 'nothing'; choose from: memory, small-fresh"),
+            (["--system", "nothing"], "there is no system 'nothing'; choose from: torchferry"),
+            (["--size", "huge"], "'huge' is not one of 'smoke', 'small', 'full'"),
             (["--json", "no/such/folder/out.json"], "there is no folder no/such/folder"),
             (["--report", "."], "it is a folder"),
-            (["--from", "nothing.json"], "nothing.json"),
-            (["--from", "nothing.json", "--work", "big-*"], "--from shows what was measured"),
-            (["--json", "out", "--report", "./out"], "out can't be two things at once"),
+            (["--from", "nothing.json"], "can't read nothing.json"),
+            (["--from", "nothing.json", "--work", "big-*"], "--from can't be combined with --work"),
+            (["--json", "out", "--report", "./out"], "out is given for two outputs"),
             (["--repeats", "0"], "--repeats"),
         ],
     )
-    def test_is_refused_by_name_before_anything_runs(self, arguments: list[str], complaint: str) -> None:
+    def test_are_refused_before_anything_runs(self, arguments: list[str], complaint: str) -> None:
         code, output = invoke(*arguments)
         assert code == 2
         assert complaint in " ".join(output.split())
@@ -166,35 +167,41 @@ class TestWithoutARun:
     def test_the_choices_are_listed(self) -> None:
         code, output = invoke("--list")
         assert code == 0
-        for name in [*(work.name for work in works(Size.FULL)), *SYSTEMS]:
+        for name in [*(one.name for one in workloads(Size.FULL)), *SYSTEMS]:
             assert name in output
 
-    def test_what_is_missing_is_said_in_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        absent = dataclasses.replace(SYSTEMS["raw"], missing=lambda: "pip install 'torchferry[bench]'")
-        monkeypatch.setitem(SYSTEMS, "raw", absent)
+    def test_a_missing_package_is_listed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        missing = dataclasses.replace(SYSTEMS["raw"], missing=lambda: "pip install 'torchferry[bench]'")
+        monkeypatch.setitem(SYSTEMS, "raw", missing)
         assert "pip install 'torchferry[bench]'" in invoke("--list")[1]
 
-    def test_one_that_measured_nothing_is_no_success(self, tmp_path: Path) -> None:
-        nothing = msgspec.structs.replace(a_whole_run(), series=(), left_out=("a needs 2 ranks",))
+    def test_results_without_measurements_are_an_error(self, tmp_path: Path) -> None:
+        nothing = msgspec.structs.replace(whole_run(), measurements=(), skipped=("a needs 2 ranks",))
         write_json(nothing, tmp_path / "results.json")
         code, output = invoke("--from", str(tmp_path / "results.json"), "--report", str(tmp_path / "page"))
         assert code == 1
         assert "nothing was measured: a needs 2 ranks" in output
         assert not (tmp_path / "page").exists()
 
-    def test_an_earlier_one_can_be_shown_again(self, tmp_path: Path) -> None:
-        write_json(a_whole_run(), tmp_path / "results.json")
-        code, output = invoke(
-            "--from", str(tmp_path / "results.json"), "--report", str(tmp_path / "out.html")
-        )
+    def test_earlier_results_are_shown(self, tmp_path: Path) -> None:
+        write_json(whole_run(), tmp_path / "results.json")
+        code, output = invoke("--from", str(tmp_path / "results.json"))
         assert code == 0
-        assert "the marks" in output
-        assert (tmp_path / "out.html").exists()
+        assert "targets" in output
+
+    def test_a_failure_of_torchferry_sets_the_exit_code(self, tmp_path: Path) -> None:
+        whole = whole_run()
+        first, *rest = whole.measurements
+        failed = msgspec.structs.replace(first, rounds=(), problem="rank 1: it broke", failed=True)
+        write_json(msgspec.structs.replace(whole, measurements=(failed, *rest)), tmp_path / "results.json")
+        code, output = invoke("--from", str(tmp_path / "results.json"))
+        assert code == 1
+        assert "rank 1: it broke" in output
 
 
 @contextlib.contextmanager
-def under_way() -> Iterator[subprocess.Popen[str]]:
-    """A long run that has begun to measure; all of it is gone when the block is left."""
+def long_run() -> Iterator[subprocess.Popen[str]]:
+    """Start a long run and wait until it measures; kill it at the end."""
     process = subprocess.Popen(
         [*COMMAND, "--size", "smoke", "--work", "small-*", "--repeats", "1000", "--system", "torch*"],
         env=ENVIRONMENT,
@@ -204,35 +211,33 @@ def under_way() -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    # Whoever reads its output then sees the end of it.
-    last_resort = threading.Timer(DEADLINE_S, process.kill)
-    last_resort.start()
+    # A killed process ends its output, so that a reader does not hang.
+    deadline = threading.Timer(DEADLINE_S, process.kill)
+    deadline.start()
     try:
         next(line for line in process.stdout if "measuring" in line)
         yield process
     finally:
-        last_resort.cancel()
+        deadline.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
 
 
-class TestARunThatIsCutOff:
-    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-    def test_leaves_neither_processes_nor_files(self, how: signal.Signals) -> None:
+class TestAnInterruptedRun:
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    def test_leaves_no_processes_and_no_files(self, number: signal.Signals) -> None:
         before = folders()
-        with under_way() as process:
-            process.send_signal(how)
+        with long_run() as process:
+            process.send_signal(number)
             process.wait(30)
         end = time.monotonic() + 15
         while (left := _living(process.pid) or folders() - before) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left
 
-
-class TestAProcessThatDies:
-    def test_is_named_and_the_run_ends_at_once(self) -> None:
-        with under_way() as process:
+    def test_by_the_death_of_a_worker_names_the_worker(self) -> None:
+        with long_run() as process:
             # The newest of its processes is the last rank.
             os.kill(max(_living(process.pid)), signal.SIGABRT)
             assert process.stdout is not None
@@ -243,7 +248,7 @@ class TestAProcessThatDies:
 
 
 def _living(session: int) -> list[int]:
-    """The processes of a session that are still there, the dead that nobody has buried not counted."""
+    """List the living processes of a session, without zombies."""
     living = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""The cluster on one machine: it works, it is as slow as it should be, and nothing of it is ever left."""
+"""The cluster on one machine: it carries bytes at its rate, and it is always removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW_MBIT = 100
 AT_LINE_RATE_S = 4 * MIB * 8 / (SLOW_MBIT * 1e6)
 NOBODY = 65534
 
-# Sends so many bytes to each of the addresses at once.
+# Sends `size` bytes to all addresses at once.
 SEND = """
 import socket, sys, threading
 size, *addresses = sys.argv[1:]
@@ -36,16 +36,16 @@ threads = [threading.Thread(target=send, args=(peer,)) for peer in peers]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 """
-TAKE = """
+RECEIVE = """
 import socket, sys, time
 with socket.create_server((sys.argv[1], 7000)) as server:
     print("listening", flush=True)
     peer, _ = server.accept()
     peer.settimeout(30)
-    start, taken = time.monotonic(), 0
+    start, received = time.monotonic(), 0
     while some := peer.recv(1 << 20):
-        taken += len(some)
-    print(taken, time.monotonic() - start)
+        received += len(some)
+    print(received, time.monotonic() - start)
 """
 GLOO = """
 import os, sys, torch, torch.distributed as dist
@@ -57,7 +57,7 @@ print(tensor.sum().item(), flush=True)
 dist.barrier()
 os._exit(0)
 """
-# Builds a cluster with a process in it, says so, and waits to be ended by a signal.
+# Builds a cluster with a process in it, prints its namespaces, and waits for a signal.
 BUILDER = """
 import signal, subprocess, sys
 from benchmarks.hosts import cluster
@@ -71,7 +71,7 @@ with cluster(2) as built:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Whatever a test does, it leaves no namespace behind. Those of others are not looked at."""
+    """Check that a test leaves no namespace behind."""
     others = set(namespaces())
     yield
     assert set(namespaces()) <= others
@@ -88,7 +88,7 @@ def start(host: Host, script: str, *arguments: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def builder() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A process that has built a cluster, and the names of its hosts' namespaces."""
+    """Start a process that builds a cluster; yield it with the namespaces of its hosts."""
     process = subprocess.Popen(
         [sys.executable, "-c", BUILDER], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     )
@@ -108,20 +108,20 @@ def pids_in(namespace: str) -> list[int]:
 
 
 def transfer_s(source: Host, targets: list[Host], size: int) -> float:
-    """How long it takes until each of the targets has so many bytes from the source."""
-    takers = [start(target, TAKE, target.address) for target in targets]
-    for taker in takers:
-        assert taker.stdout is not None
-        assert taker.stdout.readline() == "listening\n"
+    """Measure how long all targets need to receive `size` bytes each from the source."""
+    receivers = [start(target, RECEIVE, target.address) for target in targets]
+    for receiver in receivers:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "listening\n"
     sender = start(source, SEND, str(size), *(target.address for target in targets))
-    said = [taker.communicate(timeout=60)[0].split() for taker in takers]
+    outputs = [receiver.communicate(timeout=60)[0].split() for receiver in receivers]
     sender.communicate(timeout=10)
-    assert [int(taken) for taken, _ in said] == [size] * len(targets)
-    return max(float(seconds) for _, seconds in said)
+    assert [int(received) for received, _ in outputs] == [size] * len(targets)
+    return max(float(seconds) for _, seconds in outputs)
 
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Have Ctrl-C come in the first call of one of the module's functions."""
+    """Raise SIGINT in the first call of one of the module's functions."""
     original: Callable[..., object] = getattr(hosts, function)
 
     def interrupted(*arguments: object) -> object:
@@ -132,31 +132,31 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.setattr(hosts, function, interrupted)
 
 
-@pytest.mark.usefixtures("the_rights")
+@pytest.mark.usefixtures("cluster_rights")
 class TestACluster:
     def test_carries_bytes_at_its_rate_and_no_faster(self) -> None:
         with cluster(2, rate_mbit=SLOW_MBIT) as built:
             there = transfer_s(built[0], built[1:], 4 * MIB)
             back = transfer_s(built[1], built[:1], 4 * MIB)
-        # A busy machine may make it slower, and nothing faster but the burst, which is a sixteenth.
+        # A busy machine may be slower. The burst, a sixteenth, may make it faster.
         assert 0.85 * AT_LINE_RATE_S < min(there, back) < 5 * AT_LINE_RATE_S
 
-    def test_shares_a_hosts_link_among_those_it_sends_to(self) -> None:
+    def test_shares_a_hosts_link_among_its_receivers(self) -> None:
         with cluster(3, rate_mbit=SLOW_MBIT) as built:
             both = transfer_s(built[0], built[1:], 2 * MIB)
         assert both > 0.85 * AT_LINE_RATE_S
 
-    def test_lets_gloo_pairs_meet(self) -> None:
+    def test_connects_gloo_ranks(self) -> None:
         with cluster(2) as built:
             ranks = [start(host, GLOO, str(rank), built[0].address) for rank, host in enumerate(built)]
-            said = [rank.communicate(timeout=90)[0].split()[-1] for rank in ranks]
-        assert said == ["0.0", "0.0"]
+            sums = [rank.communicate(timeout=90)[0].split()[-1] for rank in ranks]
+        assert sums == ["0.0", "0.0"]
 
-    def test_is_out_of_reach_of_this_machine_and_of_another_cluster(self) -> None:
+    def test_can_not_be_reached_from_another_cluster(self) -> None:
         with cluster(1) as one, cluster(1) as other:
             assert one[0].address == other[0].address
             assert one[0].namespace != other[0].namespace
-            server = start(one[0], TAKE, one[0].address)
+            server = start(one[0], RECEIVE, one[0].address)
             assert server.stdout is not None
             server.stdout.readline()
             refused = subprocess.run(
@@ -168,9 +168,9 @@ class TestACluster:
         server.communicate(timeout=10)
 
 
-@pytest.mark.usefixtures("the_rights")
-class TestItIsRemoved:
-    def test_with_all_that_runs_in_it(self) -> None:
+@pytest.mark.usefixtures("cluster_rights")
+class TestAClusterIsRemoved:
+    def test_with_its_processes(self) -> None:
         with cluster(2) as built:
             sleeper = subprocess.Popen(built[1].command(["sleep", "600"]))
             assert len(namespaces()) >= 3
@@ -186,13 +186,13 @@ class TestItIsRemoved:
         with pytest.raises(KeyboardInterrupt), cluster(2):
             signal.raise_signal(signal.SIGINT)
 
-    @pytest.mark.parametrize("step", ["_limit", "_kill_all_in"])
-    def test_wholly_if_ctrl_c_comes_while_it_is_built_or_removed(
+    @pytest.mark.parametrize("step", ["_limit", "_kill_processes"])
+    def test_completely_after_ctrl_c_while_it_is_built_or_removed(
         self, step: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         interrupt_once(monkeypatch, step)
         with pytest.raises(KeyboardInterrupt), cluster(2):
-            assert step == "_kill_all_in"
+            assert step == "_kill_processes"
 
     def test_after_sigterm(self) -> None:
         with builder() as (process, built):
@@ -201,7 +201,7 @@ class TestItIsRemoved:
             assert process.wait(30) == 143
             assert not set(built) & set(namespaces())
 
-    def test_at_the_next_start_if_its_process_was_killed(self) -> None:
+    def test_by_the_next_run_if_its_builder_was_killed(self) -> None:
         with builder() as (process, built):
             process.kill()
             process.wait()
@@ -211,16 +211,16 @@ class TestItIsRemoved:
                 assert not set(built) & set(namespaces())
             assert not Path(f"/proc/{sleeper}/ns/net").exists()
 
-    def test_but_not_while_its_process_lives(self) -> None:
+    def test_but_not_while_its_builder_lives(self) -> None:
         with builder() as (_, built):
             assert remove_leftovers() == []
             assert set(built) <= set(namespaces())
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give up root's rights")
-class TestItIsRefused:
-    def test_to_who_has_not_the_rights(self) -> None:
-        # Imported before the rights are given up: nobody may not even read this checkout.
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can drop root's rights")
+class TestAClusterIsRefused:
+    def test_without_the_rights(self) -> None:
+        # Imported before the rights are dropped: the user nobody may not read this checkout.
         script = (
             "import os\nfrom benchmarks import hosts\n"
             f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
@@ -240,11 +240,14 @@ class TestItIsRefused:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setattr(hosts, "_SYSTEM_PATHS", str(tmp_path))
         monkeypatch.setattr(hosts, "_CAPABILITIES", {})
-        with pytest.raises(ClusterRefused, match=f"no `{tool}` .* apt-get install iproute2"), cluster(2):
+        with (
+            pytest.raises(ClusterRefused, match=f"`{tool}` is not installed.* apt-get install iproute2"),
+            cluster(2),
+        ):
             pass
 
-    @pytest.mark.usefixtures("the_rights")
-    def test_by_a_kernel_that_limits_no_rates(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.usefixtures("cluster_rights")
+    def test_by_a_kernel_without_tbf(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tc = tmp_path / "tc"
         tc.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 2\n")
         tc.chmod(0o755)
