@@ -7,9 +7,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,9 +17,9 @@ from rich.markup import escape
 from benchmarks.hosts import ClusterRefused
 from benchmarks.measure import measure
 from benchmarks.results import BenchmarkError, Results, merge, read_json, write_json
-from benchmarks.run import Plan
+from benchmarks.run import Event, Plan, Skipped, Started
 from benchmarks.systems import SYSTEMS
-from benchmarks.tables import Progress, print_choices, print_results
+from benchmarks.tables import Table, print_results, print_table
 from benchmarks.workloads import MAX_HOSTS, Size, choose, cluster_workloads, workloads
 
 _LOG_COLUMNS = 132
@@ -63,23 +62,29 @@ def local(
     """
     with _errors_printed() as console:
         if list_:
-            print_choices(size, console)
+            rows = [[one.name, one.title, str(one.ranks)] for one in workloads(size)]
+            print_table("workloads", Table(("workload", "title", "processes"), rows), console)
+            rows = [[one.name, one.title, one.missing() or "yes"] for one in SYSTEMS.values()]
+            print_table("systems", Table(("system", "title", "available"), rows), console)
             return
-        files = Files(json, report, markdown)
-        files.check()
+        _check_files(json, report, markdown)
+        if read and (work or system or repeats):
+            raise BenchmarkError("--from can't be combined with --work, --system or --repeats")
         if read:
-            if work or system or repeats:
-                raise BenchmarkError("--from can't be combined with --work, --system or --repeats")
-            _show(merge(*(read_json(file) for file in read)), files, console)
-        plan = Plan(
-            size=size,
-            workloads=choose(work or (), [one.name for one in workloads(size)], "workload"),
-            systems=choose(system or (), list(SYSTEMS), "system"),
-            repeats=repeats or size.repeats,
-        )
-        words = [word for one in work or () for word in ("--work", one)]
-        words += [word for one in system or () for word in ("--system", one)]
-        _measure(plan, _command_line("--size", size, *words, repeats=repeats), files, console)
+            results: Results | None = merge(*(read_json(file) for file in read))
+        else:
+            plan = Plan(
+                size=size,
+                workloads=choose(work or (), [one.name for one in workloads(size)], "workload"),
+                systems=choose(system or (), list(SYSTEMS), "system"),
+                repeats=repeats or size.repeats,
+            )
+            words = [word for one in work or () for word in ("--work", one)]
+            words += [word for one in system or () for word in ("--system", one)]
+            results = _measure(plan, _command_line("--size", size, *words, repeats=repeats), console)
+        # Under torchrun, only one rank has the results.
+        if results is not None:
+            _show(results, console, json, report, markdown)
 
 
 def cluster(
@@ -98,62 +103,13 @@ def cluster(
     delivered every state, whether or not it met the targets.
     """
     with _errors_printed() as console:
-        files = Files(json, report)
-        files.check()
-        plan = Plan(
-            size=size,
-            workloads=tuple(one.name for one in cluster_workloads(size, hosts)),
-            systems=tuple(SYSTEMS),
-            repeats=repeats or size.cluster_repeats,
-            hosts=hosts,
-        )
+        _check_files(json, report)
+        chosen = tuple(one.name for one in cluster_workloads(size, hosts))
+        plan = Plan(size, chosen, tuple(SYSTEMS), repeats or size.cluster_repeats, hosts)
         command = _command_line("cluster", "--size", size, "--hosts", str(hosts), repeats=repeats)
-        _measure(plan, command, files, console)
-
-
-@dataclass(frozen=True)
-class Files:
-    """The files to write."""
-
-    json: Path | None = None
-    report: Path | None = None
-    markdown: Path | None = None
-
-    def check(self) -> None:
-        """Check, before the run, that the files can be written.
-
-        Raises:
-            BenchmarkError: a file can't be written.
-        """
-        given = [file for file in (self.json, self.report, self.markdown) if file is not None]
-        if len({file.absolute() for file in given}) < len(given):
-            raise BenchmarkError(f"{given[-1].name} is given for two outputs")
-        for file in given:
-            if not file.absolute().parent.is_dir():
-                raise BenchmarkError(f"can't write {file}: there is no folder {file.parent}")
-            if file.is_dir():
-                raise BenchmarkError(f"can't write {file}: it is a folder")
-
-    def write(self, results: Results) -> list[Path]:
-        """Write the files, and return what was written.
-
-        Raises:
-            OSError: a file can't be written.
-        """
-        written = [file for file in (self.json, self.report) if file is not None]
-        if self.json is not None:
-            write_json(results, self.json)
-        if self.report is not None or self.markdown is not None:
-            # Not at the top: it imports matplotlib, which most runs do not need.
-            from benchmarks.document import to_html, write_markdown
-            from benchmarks.plots import make_plots
-
-            plots = make_plots(results)
-            if self.report is not None:
-                self.report.write_text(to_html(results, plots), encoding="utf-8")
-            if self.markdown is not None:
-                written += write_markdown(results, plots, self.markdown)
-        return written
+        results = _measure(plan, command, console)
+        assert results is not None, "only torchrun has ranks without results"
+        _show(results, console, json, report)
 
 
 @contextlib.contextmanager
@@ -185,20 +141,39 @@ def _command_line(*words: str, repeats: int | None) -> str:
     return shlex.join(["python", "-m", "benchmarks", *words, *given])
 
 
-def _measure(plan: Plan, command: str, files: Files, console: Console) -> None:
-    progress = Progress(console)
+def _check_files(*files: Path | None) -> None:
+    """Check, before the run, that the files can be written."""
+    given = [file for file in files if file is not None]
+    if len({file.absolute() for file in given}) < len(given):
+        raise BenchmarkError(f"{given[-1].name} is given for two outputs")
+    for file in given:
+        if not file.absolute().parent.is_dir():
+            raise BenchmarkError(f"can't write {file}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise BenchmarkError(f"can't write {file}: it is a folder")
+
+
+def _measure(plan: Plan, command: str, console: Console) -> Results | None:
+    def show_progress(event: Event) -> None:
+        match event:
+            case Started(name):
+                console.print(f"measuring {name}", highlight=False)
+            case Skipped(reason):
+                console.print(f"[yellow]skipped[/yellow]: {escape(reason)}", highlight=False)
+
     try:
-        results = measure(plan, command, progress)
+        return measure(plan, command, show_progress)
     except RuntimeError as error:
         raise BenchmarkError(str(error), 1) from None
-    finally:
-        progress.stop()
-    # Under torchrun, only one rank has the results.
-    if results is not None:
-        _show(results, files, console)
 
 
-def _show(results: Results, files: Files, console: Console) -> None:
+def _show(
+    results: Results,
+    console: Console,
+    json: Path | None = None,
+    report: Path | None = None,
+    markdown: Path | None = None,
+) -> NoReturn:
     """Write and print the results.
 
     Raises:
@@ -207,8 +182,20 @@ def _show(results: Results, files: Files, console: Console) -> None:
     """
     if not results.measurements:
         raise BenchmarkError(f"nothing was measured: {'; '.join(results.skipped)}", 1)
+    written = [file for file in (json, report) if file is not None]
     try:
-        written = files.write(results)
+        if json is not None:
+            write_json(results, json)
+        if report is not None or markdown is not None:
+            # Not at the top: it imports matplotlib, which most runs do not need.
+            from benchmarks.document import to_html, write_markdown
+            from benchmarks.plots import make_plots
+
+            plots = make_plots(results)
+            if report is not None:
+                report.write_text(to_html(results, plots), encoding="utf-8")
+            if markdown is not None:
+                written += write_markdown(results, plots, markdown)
     except OSError as error:
         raise BenchmarkError(f"can't write the results: {error}", 1) from None
     print_results(results, console)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -62,10 +62,6 @@ class Host:
     namespace: str
     address: str
     interface: str = "eth0"
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` on this host."""
-        return [_tool("ip"), "netns", "exec", self.namespace, *argv]
 
     def enter(self) -> None:
         """Move the calling thread, and all threads and processes that it starts later, to this host.

@@ -1,12 +1,11 @@
-"""The result of a benchmark run: plain values, written by `--json` and read by `--from`.
-
-Tables, plots and pages are made from `Results` alone.
-"""
+"""The result of a run: plain values, written by `--json` and read by `--from`; and targets for them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,21 +39,8 @@ class Quartiles(msgspec.Struct, frozen=True):
         return Quartiles(*(top / bottom if bottom else float("inf") for top, bottom in pairs))
 
     def overlaps(self, other: Quartiles) -> bool:
-        """Whether the interquartile ranges overlap, so that the difference is within noise.
-
-        >>> Quartiles(1.0, 2.0, 3.0).overlaps(Quartiles(2.5, 3.5, 4.5))
-        True
-        """
+        """Whether the interquartile ranges overlap, so that the difference is within noise."""
         return self.q1 <= other.q3 and other.q1 <= self.q3
-
-    @property
-    def relative_iqr(self) -> float:
-        """The interquartile range, as a part of the median.
-
-        >>> Quartiles(0.9, 1.0, 1.1).relative_iqr
-        0.2
-        """
-        return round((self.q3 - self.q1) / self.median, 3) if self.median else 0.0
 
 
 def quartiles(samples: Sequence[float]) -> Quartiles | None:
@@ -124,7 +110,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class TargetResult(msgspec.Struct, frozen=True):
-    """A target and the measured ratio. Without a ratio, `problem` says why."""
+    """A target and the measured ratio, from `rounds` rounds. Without a ratio, `problem` says why."""
 
     workload: str
     title: str
@@ -133,7 +119,6 @@ class TargetResult(msgspec.Struct, frozen=True):
     unit: str = "×"
     ratio: Quartiles | None = None
     problem: str | None = None
-    # The number of rounds behind the ratio; the smaller one of the two measurements.
     rounds: int = 0
 
     @property
@@ -148,7 +133,6 @@ class TargetResult(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """`met` or `missed`, with a note if that is uncertain; `not measured` without a ratio."""
         if self.ratio is None:
             return f"not measured: {self.problem}"
         note = " (one round)" if self.rounds == 1 else " (within noise)" if self.within_noise else ""
@@ -197,7 +181,7 @@ class Results(msgspec.Struct, frozen=True):
 
     def system(self, name: str) -> SystemInfo:
         """Return a system's title and kind."""
-        return next((one for one in self.systems if one.name == name), SystemInfo(name, name, "transport"))
+        return next(one for one in self.systems if one.name == name)
 
 
 def find(measurements: Iterable[Measurement], case: str, system: str) -> Measurement | None:
@@ -205,7 +189,7 @@ def find(measurements: Iterable[Measurement], case: str, system: str) -> Measure
     return next((one for one in measurements if (one.case, one.system) == (case, system)), None)
 
 
-def merge(first: Results, *others: Results) -> Results:
+def merge(*runs: Results) -> Results:
     """Merge several runs, such as one on this machine and one on a cluster.
 
     Date and machine are those of the first run. A later run replaces what an earlier run measured too.
@@ -213,33 +197,107 @@ def merge(first: Results, *others: Results) -> Results:
     Raises:
         BenchmarkError: the runs have different sizes.
     """
-    runs = (first, *others)
     if len(sizes := {run.size for run in runs}) > 1:
         raise BenchmarkError(f"can't merge runs of different sizes: {', '.join(sorted(sizes))}")
     return msgspec.structs.replace(
-        first,
+        runs[0],
         command=" && ".join(run.command for run in runs),
-        workloads=_latest(run.workloads for run in runs),
-        systems=_latest(run.systems for run in runs),
-        measurements=_latest(run.measurements for run in runs),
-        targets=_latest(run.targets for run in runs),
+        workloads=_latest([one for run in runs for one in run.workloads], "name"),
+        systems=_latest([one for run in runs for one in run.systems], "name"),
+        measurements=_latest([one for run in runs for one in run.measurements], "case", "system"),
+        targets=_latest([one for run in runs for one in run.targets], "title"),
         runs=sum(run.runs for run in runs),
         skipped=tuple(dict.fromkeys(reason for run in runs for reason in run.skipped)),
     )
 
 
-def _latest(groups: Iterable[tuple[Item, ...]]) -> tuple[Item, ...]:
-    return tuple({_key(item): item for group in groups for item in group}.values())
+def _latest(items: Sequence[Item], *key: str) -> tuple[Item, ...]:
+    """Keep the last of the items with the same key."""
+    return tuple({tuple(getattr(item, name) for name in key): item for item in items}.values())
 
 
-def _key(item: WorkloadInfo | SystemInfo | Measurement | TargetResult) -> tuple[str, ...]:
-    match item:
-        case Measurement(workload, case, system):
-            return workload, case, system
-        case TargetResult(workload, title):
-            return workload, title
-        case WorkloadInfo(name) | SystemInfo(name):
-            return (name,)
+class Metric(Enum):
+    """What is compared."""
+
+    SECONDS = "seconds"
+    SECONDS_PER_TENSOR = "seconds per tensor"
+    WIRE_BYTES = "bytes on the wire"
+    PEAK_BYTES = "memory beyond the state"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One metric of one case by one system."""
+
+    case: str
+    system: str
+    metric: Metric = Metric.SECONDS
+
+
+@dataclass(frozen=True)
+class Target:
+    """`numerator` over `denominator` must be at least, or at most, `limit`.
+
+    The denominator may be a constant, such as the bytes of the state or of a MiB.
+    """
+
+    title: str
+    numerator: Figure
+    denominator: Figure | float
+    limit: float
+    at_least: bool = False
+    unit: str = "×"
+
+
+def faster(title: str, case: str, system: str, than: str, by: float) -> Target:
+    """Return the target that `system` is at least `by` times as fast as `than`.
+
+    >>> faster("small", "small", "torchferry", "torch-pg", 15.0).limit
+    15.0
+    """
+    return Target(title, Figure(case, than), Figure(case, system), limit=by, at_least=True)
+
+
+def evaluate(workload: str, target: Target, measurements: Sequence[Measurement]) -> TargetResult:
+    """Compare the measurements with a target."""
+    result = TargetResult(workload, target.title, target.limit, target.at_least, target.unit)
+    sides: list[Quartiles] = []
+    rounds: list[int] = []
+    for side in (target.numerator, target.denominator):
+        if not isinstance(side, Figure):
+            sides.append(Quartiles(side, side, side))
+            continue
+        samples = _samples(side, find(measurements, side.case, side.system))
+        if isinstance(samples, str):
+            return msgspec.structs.replace(result, problem=f"{side.system} {samples}")
+        found = quartiles(samples)
+        assert found is not None, "_samples returns a problem instead of no samples"
+        sides.append(found)
+        rounds.append(len(samples))
+    return msgspec.structs.replace(result, ratio=sides[0].over(sides[1]), rounds=min(rounds))
+
+
+def _samples(figure: Figure, found: Measurement | None) -> list[float] | str:
+    """Return the samples of a figure, or why there are none."""
+    if found is None:
+        return "was not run"
+    if found.problem is not None:
+        return f"failed: {found.problem}"
+    values = [_value(one, found, figure.metric) for one in found.rounds]
+    samples = [value for value in values if value is not None]
+    return samples or f"has no {figure.metric.value}: the kernel does not report it"
+
+
+def _value(one: Round, found: Measurement, metric: Metric) -> float | None:
+    match metric:
+        case Metric.SECONDS:
+            return one.seconds
+        case Metric.SECONDS_PER_TENSOR:
+            return one.seconds / max(found.tensors, 1)
+        case Metric.WIRE_BYTES:
+            return one.wire_bytes
+        case Metric.PEAK_BYTES:
+            return one.peak_bytes
 
 
 def write_json(results: Results, file: Path) -> None:

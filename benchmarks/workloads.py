@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from benchmarks.results import BenchmarkError
+from benchmarks.results import BenchmarkError, Figure, Metric, Target, faster
 from benchmarks.states import Gpt, StateSpec, Uniform, Views
-from benchmarks.targets import Figure, Metric, Target, faster
 
 KIB = 2**10
 MIB = 2**20
@@ -127,7 +126,7 @@ def cluster_workloads(size: Size, hosts: int = MAX_HOSTS) -> list[Workload]:
     >>> [case.name for workload in cluster_workloads(Size.FULL, hosts=3) for case in workload.cases]
     ['fan-out-1', 'fan-out-2', 'fan-out-2-direct']
     """
-    return [one for one in (_fan_out(size, hosts), _cluster_sleeper(size)) if one.ranks <= hosts]
+    return [one for one in (_fan_out(size, hosts), _sleeper(size, on_cluster=True)) if one.ranks <= hosts]
 
 
 def choose(patterns: Sequence[str], known: Sequence[str], what: str) -> tuple[str, ...]:
@@ -156,23 +155,22 @@ def _memory(size: Size) -> Workload:
     return Workload("memory", title, (case,), (target,), shows="memory")
 
 
+def _speed(name: str, title: str, state: StateSpec, speedups: dict[str, float]) -> Workload:
+    """Return a workload of one case. Its targets are the speedups of systems over torch's PGTransport."""
+    case = Case(name, state, in_place=not name.endswith("-fresh"))
+    targets = [
+        faster(f"{title}: speed of {system} vs torch", name, system, than=TORCH, by=by)
+        for system, by in speedups.items()
+    ]
+    return Workload(name, title, (case,), tuple(targets))
+
+
 def _small(size: Size) -> list[Workload]:
     state = Uniform(size.pick(20, 500, 2000), 4 * KIB)
     what = f"{state.tensors:,} tensors of 4 KiB"
-    fresh, in_place = "small-fresh", "small-in-place"
     return [
-        Workload(
-            fresh,
-            f"{what}, fresh",
-            (Case(fresh, state),),
-            (faster(f"{what}, fresh: speed vs torch", fresh, FERRY, than=TORCH, by=15.0),),
-        ),
-        Workload(
-            in_place,
-            f"{what}, in place",
-            (Case(in_place, state, in_place=True),),
-            (faster(f"{what}, in place: speed vs torch", in_place, FERRY, than=TORCH, by=12.0),),
-        ),
+        _speed("small-fresh", f"{what}, fresh", state, {FERRY: 15.0}),
+        _speed("small-in-place", f"{what}, in place", state, {FERRY: 12.0}),
     ]
 
 
@@ -197,24 +195,9 @@ def _metadata(size: Size) -> Workload:
 def _big(size: Size) -> list[Workload]:
     state = Uniform(size.pick(2, 4, 8), size.pick(MIB, 16 * MIB, 64 * MIB))
     what = f"{state.tensors} × {state.tensor_bytes // MIB} MiB"
-    fresh, in_place = "big-fresh", "big-in-place"
-    unverified = f"{what}, in place, verify=False: speed vs torch"
     return [
-        Workload(
-            fresh,
-            f"{what}, fresh",
-            (Case(fresh, state),),
-            (faster(f"{what}, fresh: speed vs torch", fresh, FERRY, than=TORCH, by=1.5),),
-        ),
-        Workload(
-            in_place,
-            f"{what}, in place",
-            (Case(in_place, state, in_place=True),),
-            (
-                faster(unverified, in_place, UNVERIFIED, than=TORCH, by=1.15),
-                faster(f"{what}, in place, verified: speed vs torch", in_place, FERRY, than=TORCH, by=1.0),
-            ),
-        ),
+        _speed("big-fresh", f"{what}, fresh", state, {FERRY: 1.5}),
+        _speed("big-in-place", f"{what}, in place", state, {UNVERIFIED: 1.15, FERRY: 1.0}),
     ]
 
 
@@ -236,44 +219,30 @@ def _gpt(size: Size) -> Workload:
     }[size]
     title = f"GPT-2 with AdamW state ({state.state_bytes / 1e9:.2g} GB, tied embedding), in place"
     sent, baseline = (Figure("gpt2", system, Metric.WIRE_BYTES) for system in (FERRY, TORCH))
-    targets = (
-        faster(f"{title}: speed vs torch", "gpt2", FERRY, than=TORCH, by=1.1),
-        # The tied embedding is a tenth of the state. torch's PGTransport sends it twice.
-        Target(f"{title}: bytes sent vs torch", sent, baseline, 0.99),
-    )
-    return Workload("gpt2", title, (Case("gpt2", state, in_place=True),), targets)
+    workload = _speed("gpt2", title, state, {FERRY: 1.1})
+    # The tied embedding is a tenth of the state. torch's PGTransport sends it twice.
+    bytes_sent = Target(f"{title}: bytes sent vs torch", sent, baseline, 0.99)
+    return replace(workload, targets=(*workload.targets, bytes_sent))
 
 
-def _sleeping(size: Size) -> tuple[str, Case]:
-    """Return a title, and a case with three receivers of which the last sleeps."""
+def _sleeper(size: Size, *, on_cluster: bool = False) -> Workload:
+    """One of three receivers sleeps. The baseline has it awake, or on a cluster not at all."""
     # Several tensors: torch's PGTransport posts the sends of one tensor to all receivers before it waits.
     state = Uniform(16, size.pick(64 * KIB, MIB, 4 * MIB))
     asleep_s = size.pick(3, 10, 30) / 10
     title = f"{state.state_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"
-    return title, Case(
-        "asleep", state, (FERRY, TORCH), in_place=True, receivers=3, timed=(1, 2), asleep_s=asleep_s
+    name, base, versus = (
+        ("fan-out-sleeper", "fan-out-absent", "those two alone")
+        if on_cluster
+        else ("sleeper", "sleeper-awake", "all awake")
     )
-
-
-def _sleeper(size: Size) -> Workload:
-    title, case = _sleeping(size)
-    asleep = replace(case, name="sleeper-asleep")
-    awake = replace(case, name="sleeper-awake", asleep_s=0.0)
-    return _sleeper_workload("sleeper", title, asleep, awake, "time of the other two vs all awake")
-
-
-def _cluster_sleeper(size: Size) -> Workload:
-    title, case = _sleeping(size)
-    asleep = replace(case, name="fan-out-asleep")
-    absent = replace(case, name="fan-out-absent", receivers=2, asleep_s=0.0)
-    return _sleeper_workload(
-        "fan-out-sleeper", title, asleep, absent, "time of the other two vs those two alone"
+    baseline = Case(
+        base, state, (FERRY, TORCH), in_place=True, receivers=2 if on_cluster else 3, timed=(1, 2)
     )
-
-
-def _sleeper_workload(name: str, title: str, asleep: Case, baseline: Case, versus: str) -> Workload:
-    figures = Figure(asleep.name, FERRY), Figure(baseline.name, FERRY)
-    target = Target(f"{title}: {versus}", *figures, _NO_SLOWER)
+    asleep_name = "fan-out-asleep" if on_cluster else "sleeper-asleep"
+    asleep = replace(baseline, name=asleep_name, receivers=3, asleep_s=asleep_s)
+    figures = Figure(asleep.name, FERRY), Figure(base, FERRY)
+    target = Target(f"{title}: time of the other two vs {versus}", *figures, _NO_SLOWER)
     return Workload(name, title, (baseline, asleep), (target,), shows="time")
 
 

@@ -1,15 +1,7 @@
 """The systems that the benchmark compares, in the order of the tables."""
 
-from benchmarks.systems import files, limits, metadata, transports
+from benchmarks.systems import baselines, metadata, transports
 from benchmarks.systems.session import System
 
-SYSTEMS: dict[str, System] = {
-    system.name: system
-    for system in (
-        *transports.FERRY_SYSTEMS,
-        *metadata.SYSTEMS,
-        *transports.OTHER_SYSTEMS,
-        *files.SYSTEMS,
-        *limits.SYSTEMS,
-    )
-}
+_ALL = (*transports.FERRY_SYSTEMS, *metadata.SYSTEMS, *transports.OTHER_SYSTEMS, *baselines.SYSTEMS)
+SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

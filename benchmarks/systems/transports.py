@@ -18,36 +18,29 @@ _STEP = 1
 
 
 def _open_ferry(setup: Setup, *, verify: bool) -> Session:
-    transport = PGTransport(
-        setup.group,
-        setup.timeout_s,
-        "cpu",
-        state_dict=_state_dict(setup),
-        verify=verify,
-        relay=setup.case.relay,
-    )
+    options = {"state_dict": _state_dict(setup), "verify": verify, "relay": setup.case.relay}
+    transport = PGTransport(setup.group, setup.timeout_s, "cpu", **options)
 
     def phases() -> dict[str, float]:
         return dict(transport.last_report.phases_s) if transport.last_report else {}
 
-    return Session(
-        send=lambda: transport.send_checkpoint(setup.receivers, setup.source),
-        receive=lambda: transport.recv_checkpoint(SENDER),
-        source=setup.source,
-        target=setup.target,
-        phases=phases,
-    )
+    return _session(setup, transport, phases=phases)
 
 
 def _open_torch(setup: Setup) -> Session:
     from torch.distributed.checkpoint._pg_transport import PGTransport
 
-    transport = PGTransport(setup.group, timedelta(seconds=setup.timeout_s), _CPU, _state_dict(setup))
+    timeout = timedelta(seconds=setup.timeout_s)
+    return _session(setup, PGTransport(setup.group, timeout, _CPU, _state_dict(setup)))
+
+
+def _session(setup: Setup, transport: Any, **more: Any) -> Session:
     return Session(
         send=lambda: transport.send_checkpoint(setup.receivers, setup.source),
         receive=lambda: transport.recv_checkpoint(SENDER),
         source=setup.source,
         target=setup.target,
+        **more,
     )
 
 
@@ -89,14 +82,13 @@ def _state_dict(setup: Setup) -> Any:
     return (lambda: setup.target) if setup.target is not None else None
 
 
-def _numpy_missing() -> str | None:
-    return None if find_spec("numpy") else "needs numpy: pip install 'torchferry[bench]'"
+def _missing(*packages: str) -> str | None:
+    installed = all(find_spec(package) for package in packages)
+    return None if installed else f"needs {' and '.join(packages)}: pip install 'torchferry[bench]'"
 
 
-def _torchft_missing() -> str | None:
-    return _numpy_missing() if find_spec("torchft") else "is not installed: pip install 'torchferry[bench]'"
-
-
+_numpy_missing = partial(_missing, "numpy")
+_torchft_missing = partial(_missing, "torchft", "numpy")
 FERRY_SYSTEMS = (
     System(FERRY, "torchferry", "torchferry", partial(_open_ferry, verify=True)),
     System(UNVERIFIED, "torchferry, verify=False", "torchferry", partial(_open_ferry, verify=False)),

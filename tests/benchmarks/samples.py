@@ -1,15 +1,22 @@
-"""Results as a run would return them, made without a run."""
+"""What the tests of the benchmark share: sample results, and the environment of the real command."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.results import Measurement, Results, Round, SystemInfo, WorkloadInfo
+from benchmarks.results import Measurement, Results, Round, SystemInfo, WorkloadInfo, evaluate
 from benchmarks.systems import SYSTEMS
-from benchmarks.targets import evaluate
 from benchmarks.workloads import Case, Size, Workload, workloads
 
+ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "a <small> one", "cores": "2", "memory": "8 GiB", "torch": "2.13.0", "python": "3.11"}
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for a command. A session fixture has added the mark of this session to it."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 
 
 def measurement(case: str, system: str, seconds: Sequence[float], **given: object) -> Measurement:

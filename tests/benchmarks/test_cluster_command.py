@@ -16,10 +16,9 @@ import pytest
 from benchmarks.hosts import namespaces, remove_leftovers
 from benchmarks.results import find, read_json
 from benchmarks.workloads import FERRY, Size, cluster_workloads
+from tests.benchmarks.samples import environment
 from tests.support import processes
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 DEADLINE_S = 120.0
 
 
@@ -39,7 +38,7 @@ def running(*options: str) -> Iterator[subprocess.Popen[str]]:
     known = all_processes()
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks", "cluster", "--size", "smoke", *options],
-        env=ENVIRONMENT,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -124,7 +123,7 @@ class TestTheCommand:
 def test_root_without_the_capabilities_is_refused() -> None:
     done = subprocess.run(
         ["setpriv", "--bounding-set", "-net_admin", sys.executable, "-m", "benchmarks", "cluster"],
-        env=ENVIRONMENT,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -21,21 +21,20 @@ from benchmarks.__main__ import build_app
 from benchmarks.results import Results, read_json, write_json
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import FERRY, METADATA, Size, workloads
-from tests.benchmarks.samples import whole_run
+from tests.benchmarks.samples import environment, whole_run
 
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 # Far more than the ten seconds that it takes on an idle machine.
 DEADLINE_S = 240.0
 MEMORY = Path("/dev/shm")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    environment = {"COLUMNS": "200", "TERM": "dumb"}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        result = CliRunner().invoke(build_app(for_cluster=False), list(arguments), env=environment)
+        result = CliRunner().invoke(
+            build_app(for_cluster=False), list(arguments), env={"COLUMNS": "200", "TERM": "dumb"}
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -45,7 +44,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def run(*arguments: str, command: list[str] | None = None) -> str:
     done = subprocess.run(
         [*(command or COMMAND), *arguments],
-        env=ENVIRONMENT,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -204,7 +203,7 @@ def long_run() -> Iterator[subprocess.Popen[str]]:
     """Start a long run and wait until it measures; kill it at the end."""
     process = subprocess.Popen(
         [*COMMAND, "--size", "smoke", "--work", "small-*", "--repeats", "1000", "--system", "torch*"],
-        env=ENVIRONMENT,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,9 +14,8 @@ import pytest
 
 from benchmarks import hosts
 from benchmarks.hosts import ClusterRefused, Host, cluster, namespaces, remove_leftovers
+from tests.benchmarks.samples import environment
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 MIB = 2**20
 SLOW_MBIT = 100
 # For 4 MiB.
@@ -63,7 +62,7 @@ import signal, subprocess, sys
 from benchmarks.hosts import cluster
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
 with cluster(2) as built:
-    subprocess.Popen(built[0].command(["sleep", "600"]))
+    subprocess.Popen(["ip", "netns", "exec", built[0].namespace, "sleep", "600"])
     print(*(host.namespace for host in built), flush=True)
     signal.pause()
 """
@@ -77,10 +76,15 @@ def nothing_left() -> Iterator[None]:
     assert set(namespaces()) <= others
 
 
+def on(host: Host, *argv: str) -> list[str]:
+    """Return the command that runs `argv` on a host."""
+    return ["ip", "netns", "exec", host.namespace, *argv]
+
+
 def start(host: Host, script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        host.command([sys.executable, "-c", script, *arguments]),
-        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface},
+        on(host, sys.executable, "-c", script, *arguments),
+        env={**environment(), "GLOO_SOCKET_IFNAME": host.interface},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -90,7 +94,7 @@ def start(host: Host, script: str, *arguments: str) -> subprocess.Popen[str]:
 def builder() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """Start a process that builds a cluster; yield it with the namespaces of its hosts."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BUILDER], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", BUILDER], env=environment(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
@@ -160,7 +164,7 @@ class TestACluster:
             assert server.stdout is not None
             server.stdout.readline()
             refused = subprocess.run(
-                other[0].command([sys.executable, "-c", SEND, "1", other[0].address]),
+                on(other[0], sys.executable, "-c", SEND, "1", other[0].address),
                 capture_output=True,
                 text=True,
             )
@@ -172,7 +176,7 @@ class TestACluster:
 class TestAClusterIsRemoved:
     def test_with_its_processes(self) -> None:
         with cluster(2) as built:
-            sleeper = subprocess.Popen(built[1].command(["sleep", "600"]))
+            sleeper = subprocess.Popen(on(built[1], "sleep", "600"))
             assert len(namespaces()) >= 3
         assert sleeper.wait(10) == -signal.SIGKILL
         assert not {host.namespace for host in built} & set(namespaces())
@@ -228,7 +232,7 @@ class TestAClusterIsRefused:
             "except hosts.ClusterRefused as refusal: print(refusal)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
         )
         assert "lacks CAP_NET_ADMIN and CAP_SYS_ADMIN: run it as root" in done.stdout
         assert f"uid {NOBODY}" in done.stdout

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.results import TargetResult
-from benchmarks.targets import Figure, Metric, Target, evaluate, faster
+from benchmarks.results import Figure, Metric, Target, TargetResult, evaluate, faster
 from benchmarks.workloads import FERRY, TORCH, Size, cluster_workloads, workloads
 from tests.benchmarks.samples import measurement
 
