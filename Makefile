@@ -31,17 +31,17 @@ help: ## list these goals
 demo: $(READY) ## four workers train, one is killed, its replacement catches up
 	@$(BIN)/torchferry demo $(DEMO_ARGS)
 
-bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size small"
+bench: $(READY) ## compare with other ways to move a state; BENCH_ARGS="--size small"
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that; needs root
+bench-docs: $(READY) ## run both benchmarks in full and write docs/benchmarks.md with plots; needs root
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	  $(BIN)/python -m benchmarks $(BENCH_ARGS) --json "$$folder/bench.json" && \
 	  $(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS) --json "$$folder/cluster.json" && \
 	  $(BIN)/python -m benchmarks --from "$$folder/bench.json" --from "$$folder/cluster.json" \
 	    --markdown docs/benchmarks.md
 
-bench-cluster: $(READY) ## measure fan-out on seven hosts of 1 Gbit/s, built here and removed again; needs root
+bench-cluster: $(READY) ## measure one to six receivers on seven hosts with 1 Gbit/s links; needs root
 	@$(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS)
 
 test: $(READY) ## run the tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -23,6 +24,8 @@ from benchmarks.tables import Table, print_results, print_table
 from benchmarks.workloads import MAX_HOSTS, Size, choose, cluster_workloads, workloads
 
 _LOG_COLUMNS = 132
+# This command, which has just imported torch, and little else.
+_IDLE_LOAD = 1.0
 
 SizeOption = Annotated[Size, typer.Option(help="The size of the states. Targets apply to full.")]
 RepeatsOption = Annotated[
@@ -104,6 +107,12 @@ def cluster(
     """
     with _errors_printed() as console:
         _check_files(json, report)
+        if (load := os.getloadavg()[0]) > _IDLE_LOAD:
+            console.print(
+                f"[yellow]this machine is busy[/yellow]: its load is {load:.1f}. "
+                "Transfers to many hosts need most of its cores, and will be slower than on an idle machine.",
+                highlight=False,
+            )
         chosen = tuple(one.name for one in cluster_workloads(size, hosts))
         plan = Plan(size, chosen, tuple(SYSTEMS), repeats or size.cluster_repeats, hosts)
         command = _command_line("cluster", "--size", size, "--hosts", str(hosts), repeats=repeats)

@@ -19,12 +19,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,24 +100,20 @@ def _run_under_torchrun(plan: Plan, emit: Emit) -> int:
     return rank
 
 
-@dataclass(frozen=True)
-class _Finished:
+class _Finished(NamedTuple):
     """A worker has finished the plan."""
 
 
-@dataclass(frozen=True)
-class _Crashed:
-    """A worker has failed, or has died if there is no traceback."""
+class _Crashed(NamedTuple):
+    """A worker has failed. Without a traceback, it has died."""
 
     report: str = ""
 
 
-@dataclass(frozen=True)
-class _Worker:
+class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
     channel: Connection
-    output: Path
 
 
 def _run_workers(plan: Plan, emit: Emit, hosts: Sequence[Host] = ()) -> None:
@@ -141,7 +136,7 @@ def _run_workers(plan: Plan, emit: Emit, hosts: Sequence[Host] = ()) -> None:
                         del waiting[channel]
                     case _Crashed() as crash:
                         reports = {waiting[channel].rank: crash.report}
-                        raise BenchmarkError(_failure_report(list(waiting.values()), reports), 1)
+                        raise BenchmarkError(_failure_report(list(waiting.values()), reports, folder), 1)
                     case event:
                         emit(event)
 
@@ -166,18 +161,17 @@ def _started(plan: Plan, folder: Path, hosts: Sequence[Host]) -> Iterator[list[_
         for rank in range(plan.ranks):
             ours, theirs = context.Pipe()
             parent_ends = [*(worker.channel for worker in workers), ours]
-            output = folder / f"output-of-rank-{rank}.txt"
             # mypy's view of a context has no Process.
             process: BaseProcess = context.Process(  # type: ignore[attr-defined]
                 target=_worker_main,
-                args=(theirs, parent_ends, rank, plan, folder, output, hosts[rank] if hosts else None),
+                args=(theirs, parent_ends, rank, plan, folder, hosts[rank] if hosts else None),
                 name=f"torchferry-bench-{rank}",
                 daemon=True,
             )
             process.start()
             # Only the worker holds its end now, so that its death closes the channel.
             theirs.close()
-            workers.append(_Worker(rank, process, ours, output))
+            workers.append(_Worker(rank, process, ours))
         yield workers
     finally:
         for worker in workers:
@@ -195,7 +189,7 @@ def _receive(channel: Connection) -> Any:
         return _Crashed()
 
 
-def _failure_report(workers: Sequence[_Worker], reports: dict[int, str]) -> str:
+def _failure_report(workers: Sequence[_Worker], reports: dict[int, str], folder: Path) -> str:
     """Report why workers failed. Killed workers come first: the others fail because of them."""
     deadline_s = time.monotonic() + _REPORT_TIMEOUT_S
     killed, failed = [], []
@@ -207,15 +201,15 @@ def _failure_report(workers: Sequence[_Worker], reports: dict[int, str]) -> str:
             failed.append((worker.rank, report.strip()))
         elif code is not None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            output = worker.output.read_text(errors="replace") if worker.output.exists() else ""
             killed.append(f"the process of rank {worker.rank} {how}")
-            killed += [f"  output: {line}" for line in output.splitlines()[-_SHOWN_LINES:]]
+            if (output := _output_file(folder, worker.rank)).exists():
+                lines = output.read_text(errors="replace").splitlines()
+                killed += [f"  output: {line}" for line in lines[-_SHOWN_LINES:]]
     if failed and not killed:
         # The benchmark itself has a bug: show where.
         return "\n".join(f"rank {rank} failed:\n{report}" for rank, report in failed)
-    return "\n".join(
-        [*killed, *(f"rank {rank} failed: {report.splitlines()[-1]}" for rank, report in failed)]
-    )
+    brief = [f"rank {rank} failed: {report.splitlines()[-1]}" for rank, report in failed]
+    return "\n".join([*killed, *brief]) or "a worker closed its channel without a report"
 
 
 def _last_report(channel: Connection, deadline_s: float) -> str:
@@ -232,7 +226,6 @@ def _worker_main(
     rank: int,
     plan: Plan,
     folder: Path,
-    output: Path,
     host: Host | None,
 ) -> NoReturn:
     """Run one rank of the plan, and exit."""
@@ -244,7 +237,7 @@ def _worker_main(
         # The terminal sends Ctrl-C to all processes. Only the parent acts on signals.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _redirect_output(output)
+        _redirect_output(_output_file(folder, rank))
         if host is not None:
             # Before any thread starts: a thread stays in the network in which it was started.
             host.enter()
@@ -287,6 +280,10 @@ def _exit_with_parent(channel: Connection, folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _output_file(folder: Path, rank: int) -> Path:
+    return folder / f"output-of-rank-{rank}.txt"
 
 
 def _redirect_output(file: Path) -> None:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -60,15 +61,13 @@ class Plan:
         return math.inf if self.hosts else _SLOW_S
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """The measuring of a case, or on a cluster of a workload, has started."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class RoundDone:
+class RoundDone(NamedTuple):
     """A system has finished a round. Round 0 is the warm-up."""
 
     case: str
@@ -77,15 +76,13 @@ class RoundDone:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """All rounds of a case by a system are done."""
 
     measurement: Measurement
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A case or a system is not run."""
 
     reason: str
@@ -174,9 +171,12 @@ class _Runner:
         }
         self._everyone = self._groups[self._ranks]
         self._one_host = len(set(self._everyone.share(socket.gethostname()))) == 1
-        self._missing = self._find_missing()
-        for name, reason in self._missing.items():
+        # A system is skipped if one rank does not have it.
+        own = {name: reason for name in plan.systems if (reason := SYSTEMS[name].missing())}
+        missing = {name: reason for each in self._everyone.share(own) for name, reason in each.items()}
+        for name, reason in missing.items():
             self._emit(Skipped(f"{SYSTEMS[name].title} {reason}"))
+        self._systems = set(plan.systems) - missing.keys()
 
     def has_ranks_for(self, case: Case) -> bool:
         enough = case.receivers < self._ranks
@@ -187,20 +187,19 @@ class _Runner:
     def run_batch(self, workload: Workload, cases: Sequence[Case], name: str) -> None:
         """Measure the cases by all systems, interleaved."""
         self._emit(Started(name))
-        # All entries use the same states: the sender only reads, and a target is overwritten before each
-        # round.
+        # Entries share states: the sender only reads, and a target is overwritten before each round.
         states = {case.state: case.state.build() for case in cases if self._needs_state(case)}
         entries = [
-            _Entry(workload, case, system, problem=system.refuses(case, self._one_host))
+            _Entry(workload, case, SYSTEMS[name], problem=SYSTEMS[name].refuses(case, self._one_host))
             for case in cases
-            for system in self._systems_for(case)
+            for name in case.systems
+            if name in self._systems
         ]
         self._open_all(entries, states)
         # The garbage collections between rounds skip what exists now: modules, states and sessions.
         gc.freeze()
         for number in range(self._plan.repeats + 1):
-            # A new order in every round, the same on all ranks: memory that one system frees speeds up the
-            # next.
+            # A new order, the same on all ranks: memory that one system frees speeds up the next.
             for entry in random.Random(number).sample(entries, len(entries)):
                 slow = entry.warm_up is not None and entry.warm_up.seconds > self._plan.slow_s
                 if entry.problem is not None or slow:
@@ -220,10 +219,6 @@ class _Runner:
 
     def _needs_state(self, case: Case) -> bool:
         return self._rank == SENDER or (case.in_place and self._rank <= case.receivers)
-
-    def _systems_for(self, case: Case) -> list[System]:
-        names = [name for name in case.systems if name in self._plan.systems and name not in self._missing]
-        return [SYSTEMS[name] for name in names]
 
     def _open_all(self, entries: Sequence[_Entry], states: dict[StateSpec, State]) -> None:
         for entry in entries:
@@ -274,11 +269,6 @@ class _Runner:
         done = combine(entry.case, reports[: entry.ranks], wired=entry.system.wired)
         self._emit(RoundDone(entry.case.name, entry.system.name, number, done.seconds))
         entry.add(done)
-
-    def _find_missing(self) -> dict[str, str]:
-        """Find the systems that are not installed on one of the ranks, with the reason."""
-        own = {name: reason for name in self._plan.systems if (reason := SYSTEMS[name].missing())}
-        return {name: reason for each in self._everyone.share(own) for name, reason in each.items()}
 
 
 def _first(problems: Sequence[str | None]) -> str | None:

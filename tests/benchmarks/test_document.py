@@ -107,7 +107,9 @@ class TestThePlots:
             assert plot.title.removesuffix(": phases") in texts
 
     def test_are_reproducible(self, plots: list[Plot]) -> None:
-        assert make_plots(RESULTS) == plots
+        first = msgspec.structs.replace(RESULTS, workloads=RESULTS.workloads[:2])
+        again = make_plots(first)
+        assert again == plots[: len(again)]
 
 
 class TestTheMarkdown:
