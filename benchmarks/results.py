@@ -249,55 +249,42 @@ class Target:
     unit: str = "×"
 
 
-def faster(title: str, case: str, system: str, than: str, by: float) -> Target:
-    """Return the target that `system` is at least `by` times as fast as `than`.
-
-    >>> faster("small", "small", "torchferry", "torch-pg", 15.0).limit
-    15.0
-    """
-    return Target(title, Figure(case, than), Figure(case, system), limit=by, at_least=True)
-
-
 def evaluate(workload: str, target: Target, measurements: Sequence[Measurement]) -> TargetResult:
     """Compare the measurements with a target."""
     result = TargetResult(workload, target.title, target.limit, target.at_least, target.unit)
-    sides: list[Quartiles] = []
-    rounds: list[int] = []
+    sides, rounds = [], []
     for side in (target.numerator, target.denominator):
         if not isinstance(side, Figure):
             sides.append(Quartiles(side, side, side))
             continue
-        samples = _samples(side, find(measurements, side.case, side.system))
-        if isinstance(samples, str):
-            return msgspec.structs.replace(result, problem=f"{side.system} {samples}")
-        found = quartiles(samples)
-        assert found is not None, "_samples returns a problem instead of no samples"
-        sides.append(found)
+        found = find(measurements, side.case, side.system)
+        samples = _samples(found, side.metric) if found is not None else []
+        middle = quartiles(samples)
+        if middle is None:
+            return msgspec.structs.replace(result, problem=f"{side.system} {_why_missing(found, side)}")
+        sides.append(middle)
         rounds.append(len(samples))
     return msgspec.structs.replace(result, ratio=sides[0].over(sides[1]), rounds=min(rounds))
 
 
-def _samples(figure: Figure, found: Measurement | None) -> list[float] | str:
-    """Return the samples of a figure, or why there are none."""
+def _samples(found: Measurement, metric: Metric) -> list[float]:
+    match metric:
+        case Metric.SECONDS:
+            return [one.seconds for one in found.rounds]
+        case Metric.SECONDS_PER_TENSOR:
+            return [one.seconds / max(found.tensors, 1) for one in found.rounds]
+        case Metric.WIRE_BYTES:
+            return [one.wire_bytes for one in found.rounds if one.wire_bytes is not None]
+        case Metric.PEAK_BYTES:
+            return [one.peak_bytes for one in found.rounds if one.peak_bytes is not None]
+
+
+def _why_missing(found: Measurement | None, figure: Figure) -> str:
     if found is None:
         return "was not run"
     if found.problem is not None:
         return f"failed: {found.problem}"
-    values = [_value(one, found, figure.metric) for one in found.rounds]
-    samples = [value for value in values if value is not None]
-    return samples or f"has no {figure.metric.value}: the kernel does not report it"
-
-
-def _value(one: Round, found: Measurement, metric: Metric) -> float | None:
-    match metric:
-        case Metric.SECONDS:
-            return one.seconds
-        case Metric.SECONDS_PER_TENSOR:
-            return one.seconds / max(found.tensors, 1)
-        case Metric.WIRE_BYTES:
-            return one.wire_bytes
-        case Metric.PEAK_BYTES:
-            return one.peak_bytes
+    return f"has no {figure.metric.value}: the kernel does not report it"
 
 
 def write_json(results: Results, file: Path) -> None:

@@ -41,7 +41,7 @@ class StateSpec(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """`tensors` tensors of one size, each with its own storage.
+    """`tensors` tensors of one size, each with its own storage, or as views that cover one storage.
 
     >>> Uniform(3, 64).state_bytes
     192
@@ -49,6 +49,7 @@ class Uniform:
 
     tensors: int
     tensor_bytes: int
+    views: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -56,23 +57,11 @@ class Uniform:
 
     def build(self) -> State:
         generator = _generator()
-        return {f"tensor{i:06}": _random(self.tensor_bytes, generator) for i in range(self.tensors)}
-
-
-@dataclass(frozen=True)
-class Views:
-    """One storage, split into `tensors` views that cover all of it."""
-
-    tensors: int
-    view_bytes: int
-
-    @property
-    def state_bytes(self) -> int:
-        return self.tensors * self.view_bytes
-
-    def build(self) -> State:
-        views = _random(self.state_bytes, _generator()).chunk(self.tensors)
-        return {f"view{i:06}": view for i, view in enumerate(views)}
+        if self.views:
+            tensors = _random(self.state_bytes, generator).chunk(self.tensors)
+        else:
+            tensors = tuple(_random(self.tensor_bytes, generator) for _ in range(self.tensors))
+        return {f"tensor{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
 @dataclass(frozen=True)

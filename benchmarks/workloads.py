@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from benchmarks.results import BenchmarkError, Figure, Metric, Target, faster
-from benchmarks.states import Gpt, StateSpec, Uniform, Views
+from benchmarks.results import BenchmarkError, Figure, Metric, Target
+from benchmarks.states import Gpt, StateSpec, Uniform
 
 KIB = 2**10
 MIB = 2**20
@@ -113,7 +113,7 @@ def workloads(size: Size) -> list[Workload]:
         *_big(size),
         _views(size),
         _gpt(size),
-        _sleeper(size),
+        _sleeper(size, "sleeper", ("sleeper-awake", "sleeper-asleep"), 3, "all awake"),
         _tensors(size),
         _receivers(size),
         _tensor_size(size),
@@ -126,7 +126,9 @@ def cluster_workloads(size: Size, hosts: int = MAX_HOSTS) -> list[Workload]:
     >>> [case.name for workload in cluster_workloads(Size.FULL, hosts=3) for case in workload.cases]
     ['fan-out-1', 'fan-out-2', 'fan-out-2-direct']
     """
-    return [one for one in (_fan_out(size, hosts), _sleeper(size, on_cluster=True)) if one.ranks <= hosts]
+    names = "fan-out-absent", "fan-out-asleep"
+    sleeper = _sleeper(size, "fan-out-sleeper", names, 2, "those two alone")
+    return [one for one in (_fan_out(size, hosts), sleeper) if one.ranks <= hosts]
 
 
 def choose(patterns: Sequence[str], known: Sequence[str], what: str) -> tuple[str, ...]:
@@ -159,8 +161,14 @@ def _speed(name: str, title: str, state: StateSpec, speedups: dict[str, float]) 
     """Return a workload of one case. Its targets are the speedups of systems over torch's PGTransport."""
     case = Case(name, state, in_place=not name.endswith("-fresh"))
     targets = [
-        faster(f"{title}: speed of {system} vs torch", name, system, than=TORCH, by=by)
-        for system, by in speedups.items()
+        Target(
+            f"{title}: speed of {system} vs torch",
+            Figure(name, TORCH),
+            Figure(name, system),
+            speedup,
+            at_least=True,
+        )
+        for system, speedup in speedups.items()
     ]
     return Workload(name, title, (case,), tuple(targets))
 
@@ -202,7 +210,7 @@ def _big(size: Size) -> list[Workload]:
 
 
 def _views(size: Size) -> Workload:
-    state = Views(size.pick(10, 100, 1000), 40_000)
+    state = Uniform(size.pick(10, 100, 1000), 40_000, views=True)
     title = f"{state.tensors:,} views of one storage of {state.state_bytes / 1e6:g} MB"
     # In place: a fresh receive by torch's PGTransport allocates the storage once for each view, 40 GB.
     case = Case("views", state, (FERRY, TORCH, SAVE), in_place=True)
@@ -225,25 +233,17 @@ def _gpt(size: Size) -> Workload:
     return replace(workload, targets=(*workload.targets, bytes_sent))
 
 
-def _sleeper(size: Size, *, on_cluster: bool = False) -> Workload:
-    """One of three receivers sleeps. The baseline has it awake, or on a cluster not at all."""
+def _sleeper(size: Size, name: str, names: tuple[str, str], receivers: int, versus: str) -> Workload:
+    """Compare three receivers, of which the last sleeps, with `receivers` receivers that are awake."""
     # Several tensors: torch's PGTransport posts the sends of one tensor to all receivers before it waits.
     state = Uniform(16, size.pick(64 * KIB, MIB, 4 * MIB))
     asleep_s = size.pick(3, 10, 30) / 10
     title = f"{state.state_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"
-    name, base, versus = (
-        ("fan-out-sleeper", "fan-out-absent", "those two alone")
-        if on_cluster
-        else ("sleeper", "sleeper-awake", "all awake")
-    )
-    baseline = Case(
-        base, state, (FERRY, TORCH), in_place=True, receivers=2 if on_cluster else 3, timed=(1, 2)
-    )
-    asleep_name = "fan-out-asleep" if on_cluster else "sleeper-asleep"
-    asleep = replace(baseline, name=asleep_name, receivers=3, asleep_s=asleep_s)
-    figures = Figure(asleep.name, FERRY), Figure(base, FERRY)
+    awake = Case(names[0], state, (FERRY, TORCH), in_place=True, receivers=receivers, timed=(1, 2))
+    asleep = replace(awake, name=names[1], receivers=3, asleep_s=asleep_s)
+    figures = Figure(asleep.name, FERRY), Figure(awake.name, FERRY)
     target = Target(f"{title}: time of the other two vs {versus}", *figures, _NO_SLOWER)
-    return Workload(name, title, (baseline, asleep), (target,), shows="time")
+    return Workload(name, title, (awake, asleep), (target,), shows="time")
 
 
 def _tensors(size: Size) -> Workload:

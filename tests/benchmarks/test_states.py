@@ -11,7 +11,6 @@ from benchmarks.states import (
     Gpt,
     StateSpec,
     Uniform,
-    Views,
     differing_paths,
     digest_leaves,
     leaves,
@@ -19,7 +18,7 @@ from benchmarks.states import (
     storages,
 )
 
-SPECS: list[StateSpec] = [Uniform(3, 4096), Uniform(2, 20), Views(4, 400), Gpt(2, 16, 64, 8)]
+SPECS: list[StateSpec] = [Uniform(3, 4096), Uniform(2, 20), Uniform(4, 400, views=True), Gpt(2, 16, 64, 8)]
 
 
 class TestDigests:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.results import Figure, Metric, Target, TargetResult, evaluate, faster
+from benchmarks.results import Figure, Metric, Target, TargetResult, evaluate
 from benchmarks.workloads import FERRY, TORCH, Size, cluster_workloads, workloads
 from tests.benchmarks.samples import measurement
 
-TWICE = faster("twice as fast", "c", "ours", than="theirs", by=2.0)
+TWICE = Target("twice as fast", Figure("c", "theirs"), Figure("c", "ours"), 2.0, at_least=True)
 
 
 def compared(ours: list[float], theirs: list[float]) -> TargetResult:
