@@ -134,10 +134,10 @@ def _joined(state: object) -> Tensor:
     return torch.cat(list(storages(state)))
 
 
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "every rank of a case is a member of its group"
-        work.wait()
+def _wait(requests: list[dist.Work | None]) -> None:
+    for request in requests:
+        assert request is not None, "every rank of a case is a member of its group"
+        request.wait()
 
 
 SYSTEMS = (

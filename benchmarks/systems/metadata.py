@@ -1,7 +1,7 @@
 """torchferry's work besides moving bytes: describe, encode, decode and rebuild a state.
 
 All steps run on the sender, those of a receiver too, so that the time does not depend on two processes.
-Nothing is sent. A fresh receiver takes the bytes from messages packed beforehand. An in-place receiver has
+Nothing is sent. A fresh receiver copies the bytes from messages packed beforehand. An in-place receiver has
 the right bytes already, and has described its target beforehand, as a real receiver does while it waits. With
 `Case.cached`, both sides keep what an earlier transfer left; otherwise they start with nothing. The rebuilt
 state is checked after every round.
