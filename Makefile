@@ -31,18 +31,18 @@ help: ## list these goals
 demo: $(READY) ## four workers train, one is killed, a replacement catches up from a peer
 	@$(BIN)/python examples/replace_worker.py $(DEMO_ARGS)
 
-bench: $(READY) ## measure beside what else moves a state; BENCH_ARGS="--size small"
-	@$(BIN)/torchferry bench $(BENCH_ARGS)
+bench: $(READY) ## compare with other ways to move a state; BENCH_ARGS="--size small"
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-bench-docs: $(READY) ## measure everything, and write docs/benchmarks.md with its plots from that; needs root
+bench-docs: $(READY) ## run both benchmarks in full and write docs/benchmarks.md with plots; needs root
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	  $(BIN)/torchferry bench $(BENCH_ARGS) --json "$$folder/bench.json" && \
-	  $(BIN)/torchferry bench-cluster $(BENCH_CLUSTER_ARGS) --json "$$folder/cluster.json" && \
-	  $(BIN)/torchferry bench --from "$$folder/bench.json" --from "$$folder/cluster.json" \
+	  $(BIN)/python -m benchmarks $(BENCH_ARGS) --json "$$folder/bench.json" && \
+	  $(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS) --json "$$folder/cluster.json" && \
+	  $(BIN)/python -m benchmarks --from "$$folder/bench.json" --from "$$folder/cluster.json" \
 	    --markdown docs/benchmarks.md
 
-bench-cluster: $(READY) ## measure fan-out on seven hosts of 1 Gbit/s, built here and removed again; needs root
-	@$(BIN)/torchferry bench-cluster $(BENCH_CLUSTER_ARGS)
+bench-cluster: $(READY) ## measure one to six receivers on seven hosts with 1 Gbit/s links; needs root
+	@$(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS)
 
 test: $(READY) ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -52,7 +52,7 @@ test-torch: ## run the tests with another version of torch, in a venv of its own
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
-	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/bench/test_bench_cluster.py $(PYTEST_ARGS)
+	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
 
 simulate: $(READY) ## play the protocol in a simulated world; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
@@ -81,7 +81,7 @@ wheel: $(READY) ## build the wheel into dist/
 
 clean: ## remove what building and testing leave behind
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find src tests examples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests benchmarks examples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv and those of test-torch as well
 	@rm -rf $(VENV) .venv-torch-*

@@ -26,8 +26,7 @@ LAYERS = {
     "torchferry.testing": "testing",
     "torchferry.pg_transport": "front door",
     "torchferry.cli": "front door",
-    "torchferry.bench": "front door",
-    "torchferry.local": "front door",
+    "torchferry.compat": "front door",
     "torchferry.__main__": "front door",
 }
 # Importing the bare package runs its __init__, which opens the front doors.
@@ -90,23 +89,15 @@ OUTSIDE_WORLD = {
 TERMINAL = {"typer", "rich"}
 TERMINAL_MODULES = (
     "torchferry.cli",
-    "torchferry.bench.command",
-    "torchferry.bench.cluster_command",
-    "torchferry.bench.options",
-    "torchferry.bench.measuring_cluster",
-    "torchferry.bench.asking",
-    "torchferry.bench.table",
     "torchferry.__main__",
 )
 
 # Whatever turns bytes into calls.
 PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
-PICKLE_MODULES = {"torchferry.pg_transport.pickled"}
+PICKLE_MODULES = {"torchferry.compat"}
 
 # Private parts of torch differ from version to version, so one module has them all, with a fallback each.
 TORCH_MODULES = {"torchferry.torch_internals"}
-# Programs that start processes of their own, and are nobody's library.
-PROGRAMS = ("torchferry.bench", "torchferry.local")
 # What is private by its name and still for everybody: namedtuples, and our own classes' parts.
 PUBLIC_UNDERSCORES = {"_fields", "_replace", "_asdict"}
 
@@ -263,7 +254,7 @@ def private_torch_breaches(module: Module) -> list[str]:
     That is what is imported from torch by a private name, and what is taken from another object than `self`
     by one that the module does not define itself.
     """
-    if module.name in TORCH_MODULES or any(is_beneath(module.name, program) for program in PROGRAMS):
+    if module.name in TORCH_MODULES:
         return []
     tree = ast.parse(module.source)
     own = {name for node in ast.walk(tree) for name in _defined(node)} | PUBLIC_UNDERSCORES
@@ -304,8 +295,6 @@ def _defined(node: ast.AST) -> list[str]:
 def device_breaches(module: Module) -> list[str]:
     """Tensors that are made on whatever device the user has set as the default one."""
     found: list[str] = []
-    if any(is_beneath(module.name, program) for program in PROGRAMS):
-        return found
     for node in ast.walk(ast.parse(module.source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in CONSTRUCTORS:

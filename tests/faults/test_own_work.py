@@ -34,7 +34,7 @@ def state_of(fill: int, count: int) -> dict[str, torch.Tensor]:
 
 def be_busy(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     """Take long over the first message that arrives: until the sender is gone, and some more."""
-    original = sink.digests
+    original = sink.digests  # type: ignore[attr-defined]
     link = ProcessGroupLink(group, torch.device("cpu"))
     begun = threading.Event()
 
@@ -88,7 +88,7 @@ def receive_slowly(rank: int, name: str, verify: bool) -> dict[str, Any]:
         PGTransport(group, 20.0, "cpu", verify=verify).send_checkpoint([1], dict.fromkeys(names(), weight))
         return {}
     target = {name: torch.full((SIDE, SIDE), -1.0, dtype=torch.float64).t() for name in names()}
-    original = sink.write_items
+    original = sink.write_items  # type: ignore[attr-defined]
     written = 0
 
     def slow(*args: Any, **kwargs: Any) -> None:

@@ -434,7 +434,7 @@ def perform_with_a_bad_read(rank: int, part: Part, number: int) -> Sight:
             raise Boom("the memory can't be read")
         return read(source, message)
 
-    Source.read = fail  # type: ignore[method-assign]
+    Source.read = fail  # type: ignore[method-assign, assignment]
     try:
         return perform(rank, part)
     finally:

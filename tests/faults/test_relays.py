@@ -83,7 +83,7 @@ def take_part(rank: int, name: str, dies: int | None = None, refuses: int | None
 def refusal_of_the_next(transport: PGTransport) -> Exception | None:
     """Say whether the group is called broken, without waiting for anything."""
     try:
-        transport._group.check()
+        transport._link.check_usable()
     except GroupBroken as error:
         return error
     return None

@@ -300,7 +300,7 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {f"t{n:03}": torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
-    original, calls = sink.scatter, []
+    original, calls = sink.scatter, []  # type: ignore[attr-defined]
 
     def freed_at_the_second(memories: Any, pieces: Any, buffer: Any) -> None:
         calls.append(len(pieces))

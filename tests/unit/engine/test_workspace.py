@@ -12,6 +12,7 @@ import torch
 
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
+from torchferry.core import codec
 from torchferry.core.plan import make_plan
 from torchferry.engine import Workspace, workspace
 from torchferry.errors import StateMismatch, Unsendable
@@ -62,7 +63,7 @@ def test_a_manifest_that_arrives_again_is_not_decoded_again(
     def fail(*_: object) -> object:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(workspace.codec, "decode_part", fail)
+    monkeypatch.setattr(codec, "decode_part", fail)
     transfer(state(1.0), workspaces=workspaces)
     with pytest.raises(AssertionError, match="decoded again"):
         transfer({**state(), "more": torch.ones(1)}, workspaces=workspaces)
@@ -70,14 +71,14 @@ def test_a_manifest_that_arrives_again_is_not_decoded_again(
 
 def test_only_parts_that_differ_are_decoded(workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    original = workspace.codec.decode_part
+    original = codec.decode_part
 
     def record(name: str, data: bytes) -> Any:
         decoded.append(name)
         return original(name, data)
 
     transfer({**state(), "step": 1}, workspaces=workspaces)
-    monkeypatch.setattr(workspace.codec, "decode_part", record)
+    monkeypatch.setattr(codec, "decode_part", record)
     received = transfer({**state(), "step": 2}, workspaces=workspaces).state
     assert (received["step"], decoded) == (2, ["leaves"])
 

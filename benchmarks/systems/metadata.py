@@ -1,0 +1,78 @@
+"""torchferry's work besides moving bytes: describe, encode, decode and rebuild a state.
+
+All steps run on the sender, those of a receiver too, so that the time does not depend on two processes.
+Nothing is sent. A fresh receiver copies the bytes from messages packed beforehand. An in-place receiver has
+the right bytes already, and has described its target beforehand, as a real receiver does while it waits. With
+`Case.cached`, both sides keep what an earlier transfer left; otherwise they start with nothing. The rebuilt
+state is checked after every round.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.states import differing_paths, digest_leaves
+from benchmarks.systems.session import Session, Setup, System
+from benchmarks.workloads import METADATA
+from torchferry.core.codec import Frame, encode
+from torchferry.core.plan import Message, Plan, make_plan
+from torchferry.engine.planning import target_in_new_memory, target_in_place
+from torchferry.engine.receive import plan_incoming
+from torchferry.engine.workspace import Workspace
+from torchferry.tensors.describe import Description, describe, describe_target
+from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.memory import CPU, gather
+
+
+def _open(setup: Setup) -> Session:
+    state = setup.source if setup.sends else setup.case.state.build()
+    if not setup.sends:
+        return Session(send=lambda: None, receive=lambda: state)
+    described = describe(state)
+    plan = make_plan(described.manifest)
+    buffers = [_packed(described, plan, message) for message in plan.messages]
+    context = RebuildContext()
+    sender, receiver = Workspace(CPU), Workspace(CPU)
+    local: Description | None = None
+    local_state = setup.case.state.build() if setup.case.in_place else None
+    rebuilt: list[object] = []
+
+    def describe_local() -> None:
+        nonlocal local
+        if local_state is not None:
+            local = receiver.with_known_manifest(describe_target(local_state))
+
+    def send() -> None:
+        encoded = sender.encode(describe(state).manifest)
+        sent = sender.plan(encoded)
+        data = encode(Frame(encoded.manifest, sent.chunk_bytes, pack_bytes=sent.pack_bytes), encoded)
+        frame, incoming = receiver.decode(data)
+        planned = plan_incoming(frame, incoming, receiver)
+        if local is None:
+            target = target_in_new_memory(incoming, planned, context, receiver)
+            for message, buffer in zip(plan.messages, buffers, strict=True):
+                target.sink.write(message, buffer)
+        else:
+            target = target_in_place(incoming, planned, local, context, receiver, strict=True, extra="error")
+        rebuilt[:] = [target.assemble()]
+
+    def settle() -> None:
+        nonlocal sender, receiver
+        if not setup.case.cached:
+            sender, receiver = Workspace(CPU), Workspace(CPU)
+        describe_local()
+        if wrong := differing_paths(digest_leaves(state), digest_leaves(rebuilt.pop())):
+            raise AssertionError(f"the rebuilt state differs from the described state at {wrong[0]}")
+
+    describe_local()
+    return Session(send=send, receive=lambda: None, source=state, settle=settle)
+
+
+def _packed(state: Description, plan: Plan, message: Message) -> torch.Tensor:
+    buffer = torch.empty(message.nbytes, dtype=torch.uint8)
+    pieces = [chunk.piece for chunk in plan.chunks_of(message)]
+    gather([state.memories[piece.storage] for piece in pieces], pieces, buffer)
+    return buffer
+
+
+SYSTEMS = (System(METADATA, "torchferry's metadata", "torchferry", _open, wired=False, moves=False),)
