@@ -107,6 +107,31 @@ def test_without_layouts_a_mesh_is_created_from_its_ranks(
     assert internals.make_mesh(slice_of_it, RANK).mesh.tolist() == [[4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize(
+    ("shape", "stride", "sizes", "strides"),
+    [
+        ((2, 4), (4, 1), ((2,), (4,)), ((4,), (1,))),
+        (((2, 2), 2), ((4, 1), 2), ((2, 2), (2,)), ((4, 1), (2,))),
+        (8, 1, ((8,),), ((1,),)),
+    ],
+    ids=["two dimensions", "one flattened from two", "coalesced"],
+)
+def test_layouts_of_torch_2_10_to_2_12_are_read_and_created(
+    shape: Any, stride: Any, sizes: Any, strides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old: Any = SimpleNamespace(
+        _layout=SimpleNamespace(shape=shape, stride=stride),
+        _flatten_rank_map=range(8),
+        mesh_dim_names=None,
+        device_type="cpu",
+    )
+    layout = internals.layout_of(old)
+    assert layout == MeshLayout(tuple(range(8)), sizes, strides, isinstance(shape, int), "cpu", None)
+    module = SimpleNamespace(_MeshLayout=lambda shape, stride: (shape, stride))
+    monkeypatch.setitem(sys.modules, "torch.distributed._mesh_layout", module)
+    assert internals._layout_by_tuples(layout) == (shape, stride)
+
+
 def test_without_torch_s_list_only_the_default_group_is_found(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
