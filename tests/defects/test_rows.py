@@ -33,7 +33,7 @@ from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, S
 from torchferry.core.plan import WINDOW_BYTES
 from torchferry.engine import workspace
 from torchferry.engine.staging import Staging
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from torchferry import PGTransport
+from torchferry.links.base import PROBE_TAG
 from torchferry.links.process_group import ProcessGroupLink
-from torchferry.links.tagged import PROBE_TAG
 
 LAYERS = 8
 LAYER_BYTES = 8 << 20

@@ -28,7 +28,7 @@ from torchferry.core.push import MAX_METADATA_BYTES, TransferId
 from torchferry.engine import ReceiveOptions, Workspace, receive_state
 from torchferry.engine.receive import plan_incoming
 from torchferry.errors import FerryError
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
 from torchferry.tensors.fresh import FreshMemory, StorageLayout

@@ -6,14 +6,11 @@ import ctypes
 from collections.abc import Iterable
 
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest as digest
 
 from torchferry.tensors.memory import check_held
 
-
-def digest(data: bytes | memoryview) -> int:
-    """Return the digest of some bytes."""
-    return xxh3_64_intdigest(data)
+__all__ = ["digest", "digests", "first_bytes"]
 
 
 def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
@@ -23,11 +20,11 @@ def digests(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
         StateError: the memory was freed.
     """
     host = buffer.cpu()
-    whole = _view(host, host.nbytes)
+    view = _view(host, host.nbytes)
     found: list[int] = []
     start = 0
     for size in sizes:
-        found.append(digest(whole[start : start + size]))
+        found.append(digest(view[start : start + size]))
         start += size
     return found
 
@@ -44,8 +41,5 @@ def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
 
 def _view(host: torch.Tensor, nbytes: int) -> memoryview:
     """View the first bytes of a buffer. The caller keeps the buffer alive."""
-    end = int(host.storage_offset()) * host.itemsize + host.nbytes
-    check_held(host.untyped_storage(), end)
-    if not nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr()))
+    check_held(host.untyped_storage(), int(host.storage_offset()) * host.itemsize + host.nbytes)
+    return memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr()) if nbytes else b"")

@@ -3,8 +3,6 @@
 A backend waits in native code, where Ctrl-C does not reach it and a dead peer may never end it. So lanes run
 in threads, and the caller sleeps where it can be woken. It checks every lane by the rules of `core.watch`,
 and cancels a lane whose peer is dead, stalled or late.
-
-A Runner runs lanes: `threads.ThreadRunner` with threads and the real clock, the simulation with its own.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ _STOP_S = 0.25
 class Lane(Generic[T]):
     """Work with one peer. When it is `over`, it has either an `error` or a `value`.
 
-    `on_failure` is called with the error as soon as there is one. `ends_s` is an earlier deadline for this
-    lane alone. `lost` is the link's error about a dead peer, found at `lost_s`. A runner holds `at_work`
-    while the lane runs, and releases it while the lane waits.
+    `on_failure` is called with the error. `ends_s` is an earlier deadline for this lane alone. `lost` is the
+    link's error about a dead peer, found at `lost_s`. The runner holds `at_work` unless the lane waits.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class Lane(Generic[T]):
         progress: Progress,
         cancellation: Cancellation,
         steps: Steps[T],
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.progress = progress
         self.cancellation = cancellation
@@ -60,7 +57,7 @@ class Lane(Generic[T]):
             if self.over:
                 return
             self.value, self.error, self.over = value, error, True
-        if error is not None and self._on_failure is not None:
+        if error is not None:
             self._on_failure(error)
 
     def result(self) -> T:
@@ -75,7 +72,7 @@ class Lane(Generic[T]):
 
 
 class Runner(Protocol):
-    """Runs lanes, and lets the caller sleep meanwhile."""
+    """Runs lanes: `threads.ThreadRunner` with the real clock, the simulation with a clock of its own."""
 
     def now_s(self) -> float:
         """Return the time."""

@@ -31,15 +31,12 @@ class Progress:
         self.bytes_done += nbytes
         self.messages_done += 1
 
-    def __str__(self) -> str:
-        return f"{self.bytes_done:,} of {self.bytes_due:,} bytes done"
 
-
+@dataclass
 class Cancellation:
     """Tells a lane that its result is not wanted any more, so that it writes nothing more."""
 
-    def __init__(self) -> None:
-        self.is_set = False
+    is_set: bool = False
 
     def set(self) -> None:
         """Cancel the lane."""
@@ -61,20 +58,23 @@ def with_progress(
     phase: str,
     *,
     timeout_s: float,
-    question: str = "",
-    content: tuple[Manifest, Plan] | None = None,
+    question: str,
+    content: tuple[Manifest, Plan] | None,
 ) -> FerryError:
     """Return an error with its peer, its phase, and how far the transfer got before the link failed.
 
     `question` is asked if a deadline passed and the peer was never heard of. `content` is what was being
-    transferred.
+    transferred, if that is known.
     """
     path, more = None, ""
     is_failed_link = isinstance(error, (LinkError, PeerGaveUp)) and not isinstance(error, Corrupted)
     if is_failed_link and content is not None:
         manifest, plan = content
-        path = _next_path(progress, manifest, plan)
-        more = f"; {progress}" + (f", last at {path}" if path else "")
+        more = f"; {progress.bytes_done:,} of {progress.bytes_due:,} bytes done"
+        if plan.messages:
+            message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
+            path = next(iter(paths_of(manifest, plan, {message.first})), None)
+            more += f", last at {path}" if path else ""
         if not progress.contacted:
             more += " (the peer did not even receive the metadata)"
     if isinstance(error, LinkTimeout):
@@ -83,12 +83,3 @@ def with_progress(
         if not isinstance(error, LinkStalled):
             more += f"{'' if more.endswith('?') else '.'} The timeout was {timeout_s:g} s"
     return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)
-
-
-def _next_path(progress: Progress, manifest: Manifest, plan: Plan) -> str | None:
-    """Return the path of a leaf in the message that did not complete."""
-    if not plan.messages:
-        return None
-    message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
-    paths = paths_of(manifest, plan, {message.first})
-    return paths[0] if paths else None

@@ -8,17 +8,15 @@ sender.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
 from torchferry.core.extents import TooIrregular
-from torchferry.core.outcome import paths_of
+from torchferry.core.manifest import Manifest
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.push import (
     MESSAGES_PENDING,
@@ -152,7 +150,7 @@ class _Receive:
         self._phases.enter(PHASES[ReceiverState.DESCRIBING])
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
-        self._content: tuple[EncodedManifest, Plan] | None = None
+        self._content: tuple[Manifest, Plan] | None = None
         self._sink: Sink | None = None
 
     @property
@@ -170,7 +168,7 @@ class _Receive:
         frame, encoded = self._decode(data)
         plan = plan_incoming(frame, encoded, self._workspace)
         self._route = self._check_route(frame)
-        self._content = encoded, plan
+        self._content = frame.manifest, plan
         self._enter(ReceiverState.COMPARING)
         try:
             target = self._compare(frame, encoded, plan, local)
@@ -210,17 +208,19 @@ class _Receive:
         peer = self._peer
         while True:
             self._enter(ReceiverState.WAITING)
-            with ExitStack() as stack:
-                frames = stack.enter_context(self._link.frames(peer, "receive", self._phases.left_s()))
+            with self._link.frames(peer, "receive", self._phases.left_s()) as frames:
                 self._progress = Progress(peer, contacted=False)
+                length = torch.zeros(1, dtype=torch.int64, device=self._link.device)
                 # stall_timeout does not apply before the first message of the sender.
-                length = self._run_alone(_length_steps(frames, self._link.device), stall_s=None)
+                self._receive(frames, length, stall_s=None)
                 self._progress = Progress(peer)
                 self._enter(ReceiverState.HEADER)
-                check_length(length, self._options.max_metadata_bytes)
-                data: bytes = self._run_alone(
-                    _frame_steps(frames, length, self._link.device), stall_s=self._options.stall_s
-                )
+                nbytes = int(length.item())
+                check_length(nbytes, self._options.max_metadata_bytes)
+                # Zeros: what is decoded must not depend on what the memory held before.
+                buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._link.device)
+                self._receive(frames, buffer, stall_s=self._options.stall_s)
+            data = first_bytes(buffer, nbytes)
             refusal = decode_refusal(data)
             if refusal is None:
                 return data
@@ -232,10 +232,13 @@ class _Receive:
                     peer=peer,
                 )
 
-    def _run_alone(self, steps: Steps[Any], stall_s: float | None) -> Any:
-        lane = Lane(self._progress, Cancellation(), steps)
+    def _receive(self, frames: Channel, buffer: torch.Tensor, stall_s: float | None) -> None:
+        def steps() -> Steps[None]:
+            yield frames.recv(buffer)
+
+        lane = Lane(self._progress, Cancellation(), steps())
         run_lanes(self._link, [lane], Limits(self._phases.deadline_s, stall_s), self._runner)
-        return lane.result()
+        lane.result()
 
     def _decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
         if is_frame(data):
@@ -294,17 +297,18 @@ class _Receive:
 
         Returns why they were not forwarded, or None.
         """
-        options, source = self._options, self._route.source
+        source, next_rank, window_bytes = self._route.source, self._route.next, self._options.window_bytes
         self._progress = Progress(source, plan.payload_bytes)
         cancellation = Cancellation()
-        window_bytes = options.window_bytes
         relay: Relay | None = None
-        lanes: list[Lane[None]] = []
-        if self._route.next is not None:
+        forwarding: Lane[None] | None = None
+        if next_rank is not None:
             # Half of the window is for messages that arrive, half for messages that are forwarded.
             window_bytes //= 2
-            relay, forwarding = self._forwarding(frame, plan, self._route.next, window_bytes)
-            lanes.append(forwarding)
+            sizes = [item.nbytes for item in plan.sequence(digest_blocks=frame.digest_blocks)]
+            onward = Progress(next_rank, plan.payload_bytes)
+            relay = Relay(self._link.channel(next_rank, frame.transfer), sizes, onward, window_bytes)
+            forwarding = Lane(onward, Cancellation(), relay.steps(), relay.stopper(self._own_rank))
         payload = Payload(
             self._link,
             self._link.channel(source, frame.transfer),
@@ -312,64 +316,48 @@ class _Receive:
             plan,
             sink,
             self._workspace.staging,
-            Window(window_bytes, options.in_place_window_bytes),
+            Window(window_bytes, self._options.in_place_window_bytes),
             self._progress,
             cancellation,
             verify,
             relay,
         )
-        on_failure = None if relay is None else self._abort_next(relay, lanes[0])
-        receiving = Lane(self._progress, cancellation, payload.steps(), on_failure)
-        limits = Limits(self._phases.deadline_s, options.stall_s)
-        run_lanes(self._link, [receiving, *lanes], limits, self._runner)
+
+        def abort_next(error: BaseException) -> None:
+            if relay is not None and forwarding is not None:
+                forwarding.ends_s = self._runner.now_s() + _ABORT_S
+                relay.abort(self._failed_rank(error))
+
+        receiving = Lane(self._progress, cancellation, payload.steps(), abort_next)
+        lanes = [receiving] if forwarding is None else [receiving, forwarding]
+        limits = Limits(self._phases.deadline_s, self._options.stall_s)
+        run_lanes(self._link, lanes, limits, self._runner)
         receiving.result()
-        if relay is None or lanes[0].error is None:
+        if forwarding is None or forwarding.error is None:
             return None
-        return self._not_forwarded(lanes[0])
-
-    def _forwarding(
-        self, frame: Frame, plan: Plan, receiver: int, window_bytes: int
-    ) -> tuple[Relay, Lane[None]]:
-        sizes = [item.nbytes for item in plan.sequence(digest_blocks=frame.digest_blocks)]
-        progress = Progress(receiver, plan.payload_bytes)
-        relay = Relay(self._link.channel(receiver, frame.transfer), sizes, progress, window_bytes)
-        lane = Lane(progress, Cancellation(), relay.steps(), lambda _: relay.stop(self._options.rank or 0))
-        return relay, lane
-
-    def _abort_next(self, relay: Relay, forwarding: Lane[None]) -> Callable[[BaseException], None]:
-        """Return what to do when this receive fails: send the next receiver an abort."""
-
-        def abort(error: BaseException) -> None:
-            failed_rank = self._options.rank or 0
-            if isinstance(error, PeerGaveUp) and error.failed_rank is not None:
-                failed_rank = error.failed_rank
-            elif isinstance(error, LinkError):
-                failed_rank = self._route.source
-            forwarding.ends_s = self._runner.now_s() + _ABORT_S
-            relay.abort(failed_rank)
-
-        return abort
-
-    def _not_forwarded(self, forwarding: Lane[None]) -> str:
-        """Log that the state arrived but was not forwarded.
-
-        The caller has its state, but the group lost a rank.
-        """
+        # The caller has its state, but a rank of the group is lost.
         error = forwarding.error
-        assert error is not None, "called for a failed lane"
         if isinstance(error, FerryError):
             error = self._with_progress(error, forwarding.progress, "forward tensors")
         self._link.mark_broken(error)
         logger.warning("the state arrived, but was not forwarded: %s", error)
         return str(error)
 
+    @property
+    def _own_rank(self) -> int:
+        return self._options.rank or 0
+
+    def _failed_rank(self, error: BaseException) -> int:
+        """Return the rank that caused an error of this receive."""
+        if isinstance(error, PeerGaveUp) and error.failed_rank is not None:
+            return error.failed_rank
+        return self._route.source if isinstance(error, LinkError) else self._own_rank
+
     def _raise_if_damaged(self, sink: Sink) -> None:
-        assert self._content is not None, "the payload has arrived"
-        encoded, plan = self._content
         if sink.failure is not None:
             raise sink.failure
-        if damaged := sink.damaged():
-            raise Corrupted(paths_of(encoded.manifest, plan, damaged), peer=self._route.source)
+        if damaged := sink.damaged_paths():
+            raise Corrupted(damaged, peer=self._route.source)
         if sink.sender_changed:
             raise PeerGaveUp(
                 "the sender's state changed during the transfer; the received data is inconsistent",
@@ -410,17 +398,9 @@ class _Receive:
         return error
 
     def _with_progress(self, error: FerryError, progress: Progress, phase: str) -> FerryError:
-        content = None
-        if self._content is not None and self._machine.state is not ReceiverState.COMPARING:
-            encoded, plan = self._content
-            content = encoded.manifest, plan
+        timeout_s, question = self._options.timeout_s, self._options.question
         return with_progress(
-            error,
-            progress,
-            phase,
-            timeout_s=self._options.timeout_s,
-            question=self._options.question,
-            content=content,
+            error, progress, phase, timeout_s=timeout_s, question=question, content=self._content
         )
 
     def _with_suspects(self, error: FerryError) -> FerryError:
@@ -456,28 +436,11 @@ class _Receive:
         return report
 
 
-def _length_steps(frames: Channel, device: torch.device) -> Steps[int]:
-    """Receive the length of a frame."""
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    yield frames.recv(length)
-    return int(length.item())
-
-
-def _frame_steps(frames: Channel, nbytes: int, device: torch.device) -> Steps[bytes]:
-    """Receive a frame of a length that was checked."""
-    # Zeros: what is decoded must not depend on what the memory held before.
-    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    yield frames.recv(buffer)
-    return first_bytes(buffer, nbytes)
-
-
-_MAX_PATHS_LOGGED = 3
-
-
 def _warn_of_gaps(report: Report) -> None:
     """Log one WARNING if paths were dropped or kept, or training could go on without them unnoticed."""
     gaps = [
-        f"{len(paths)} path{'s' if len(paths) > 1 else ''} {what}: {_first_few(paths)}"
+        f"{len(paths)} path{'s' if len(paths) > 1 else ''} {what}: "
+        f"{', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}"
         for what, paths in (
             ("dropped, which only the sender has", report.dropped),
             ("left as they were, which only the local state has", report.kept),
@@ -486,7 +449,3 @@ def _warn_of_gaps(report: Report) -> None:
     ]
     if gaps:
         logger.warning("received from rank %d in place, with gaps: %s", report.peers[0], "; ".join(gaps))
-
-
-def _first_few(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_MAX_PATHS_LOGGED]) + (", …" if len(paths) > _MAX_PATHS_LOGGED else "")

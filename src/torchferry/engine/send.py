@@ -52,7 +52,7 @@ from torchferry.errors import (
     StateChanged,
     Unsendable,
 )
-from torchferry.links.base import Channel, Link, Pending
+from torchferry.links.base import Channel, Link, Pending, to_buffer
 from torchferry.tensors.describe import describe
 
 _REFUSAL_S = 0.2
@@ -167,7 +167,7 @@ class _Send:
     def _describe(self, state: object) -> tuple[Source, Frame]:
         """Describe the state and plan its transfer, so that every problem of the state is found now."""
         options, workspace = self._options, self._workspace
-        description = workspace.with_known_manifest(describe(state, pickle=options.pickle))
+        description = describe(state, pickle=options.pickle)
         encoded = workspace.encode(description.manifest)
         plan = self._plan(encoded)
         source = Source(description, encoded, plan, workspace.staging, self._link.takes)
@@ -309,11 +309,7 @@ def _with_dependents(
 def _post_frame(frames: Channel, data: bytes, device: torch.device) -> list[Pending]:
     """Start to send the length of a frame, and the frame."""
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    return [frames.send(length), frames.send(_to_buffer(data, device))]
-
-
-def _to_buffer(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return [frames.send(length), frames.send(to_buffer(data, device))]
 
 
 class _Sent(NamedTuple):
@@ -386,7 +382,7 @@ class _Outgoing:
     def _block(self, block: DigestBlock) -> torch.Tensor:
         digests = [digest for digest in self.source.digests[block.first : block.end] if digest is not None]
         changed = block.last and self.source.has_changed()
-        return _to_buffer(encode_block(block, digests, self.frame.nonce, changed=changed), self.link.device)
+        return to_buffer(encode_block(block, digests, self.frame.nonce, changed=changed), self.link.device)
 
     def _abort(self, channel: Channel, expected: Sequence[int]) -> Steps[None]:
         messages = channel.send_abort(self.frame.origin, expected)

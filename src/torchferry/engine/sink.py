@@ -12,7 +12,7 @@ import torch
 
 from torchferry.core.compare import TensorPair
 from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import ChunkState, Outcome, outcome
+from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
 from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements
 from torchferry.core.plan import Chunk, Message, Plan
 from torchferry.core.tree import Path
@@ -235,9 +235,10 @@ class Sink:
     def _mark(self, message: Message, state: ChunkState) -> None:
         self._states[message.first : message.end] = bytes([state]) * (message.end - message.first)
 
-    def damaged(self) -> list[int]:
-        """Return the numbers of the damaged chunks."""
-        return [number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED]
+    def damaged_paths(self) -> list[str]:
+        """Return the paths of the leaves that have bytes in damaged chunks."""
+        damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
+        return paths_of(self._manifest, self._plan, damaged) if damaged else []
 
     def distrust(self) -> None:
         """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""

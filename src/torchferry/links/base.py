@@ -1,19 +1,34 @@
 """What a link is: ordered channels of messages between this process and its peers.
 
-A link moves flat byte buffers. It starts a message when it is told to and waits no longer than it is told,
-and it translates the exceptions of its backend. Deadlines, windows and the order of messages are the
-engine's.
+A link moves flat byte buffers over a backend whose messages have tags, as those of torch's process groups:
+a receive gets only messages of its tag, in order. Each transfer uses tags of its own, made from the sending
+rank, the transfer's serial number and the message's position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
 
-from torchferry.core.push import TransferId
+from torchferry.core.push import ABORT_BYTES, NONCE_BYTES, TransferId, decode_abort, encode_abort
+from torchferry.errors import GroupBroken, LinkTimeout, PeerGaveUp
+
+# Users pick small numbers for the tags of their own messages on the same group.
+LENGTH_TAG = 0x54460000
+FRAME_TAG = LENGTH_TAG + 1
+PROBE_TAG = LENGTH_TAG + 2
+_FIRST_MESSAGE_TAG = LENGTH_TAG + 16
+
+# A tag has 31 bits, and LENGTH_TAG leaves 29 of them. Fewer than 4,096 messages of a transfer are in flight.
+_POSITIONS = 1 << 12
+_SERIALS = 1 << 9
+_ORIGINS = 1 << 8
 
 
 class Pending(Protocol):
@@ -30,70 +45,56 @@ class Pending(Protocol):
         """
 
 
-class Channel(Protocol):
-    """Messages to or from one peer, in order. A buffer is a one-dimensional contiguous tensor."""
+class SharedState:
+    """What all links on one process group share.
 
-    def send(self, buffer: torch.Tensor) -> Pending:
-        """Start to send the next message. The buffer must not change until the message was waited for.
+    With `lasting=False` failures are not remembered: the group may be replaced behind its wrapper.
+    """
 
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-
-    def recv(self, buffer: torch.Tensor) -> Pending:
-        """Start to receive the next message. The buffer has exactly its size.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-
-    def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
-        """Tell the peer that no more messages follow. `expected` has the sizes of those it still expects.
-
-        Returns nothing if the peer can't be told.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-
-    def raise_if_aborted(self, head: bytes) -> None:
-        """Check whether a received message is an abort, given its first ABORT_BYTES.
-
-        Raises:
-            PeerGaveUp: it is.
-        """
+    def __init__(self, *, lasting: bool = True) -> None:
+        self.lasting = lasting
+        self.lock = threading.Lock()
+        self.serial = 0
+        self.broken: str | None = None
+        self.frame_locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self.kept: defaultdict[int, list[Pending]] = defaultdict(list)
 
 
-class Link(Protocol):
-    """Channels to the peers of this process."""
+class Link:
+    """Channels to the peers of this process. A subclass implements what raises NotImplementedError here.
 
-    @property
-    def device(self) -> torch.device:
-        """The device of staging buffers."""
+    A buffer is a one-dimensional contiguous tensor. It must not change until its message was waited for. The
+    buffer of a receive has exactly the size of the message.
+    """
+
+    rank = 0
+    device = torch.device("cpu")
+    """The device of staging buffers."""
+    sends_short = False
+    """Whether a message may be shorter than the buffer that receives it. Aborts need that."""
+
+    def __init__(self, shared: SharedState | None = None) -> None:
+        self._shared = shared or SharedState()
 
     def takes(self, device: torch.device) -> bool:
         """Return whether the link can read and write memory of a device without a staging copy."""
+        raise NotImplementedError
 
-    def new_transfer(self) -> TransferId:
-        """Return an identifier for a transfer that this process sends."""
-
-    def channel(self, peer: int, transfer: TransferId) -> Channel:
-        """Open the channel of one transfer to or from a peer."""
-
-    def frames(
-        self, peer: int, way: Literal["send", "receive"], timeout_s: float
-    ) -> AbstractContextManager[Channel]:
-        """Hold the channel of the frames to or from a peer: a length and a frame for each transfer.
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start to send a message.
 
         Raises:
-            LinkTimeout: another transfer held the channel for `timeout_s`.
+            LinkBroken: the connection is gone.
         """
+        raise NotImplementedError
 
-    def keep(self, peer: int, messages: Sequence[Pending]) -> None:
-        """Keep messages that nobody waits for, until the peer has received a later frame."""
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Start to receive a message.
 
-    def release(self, peer: int) -> None:
-        """Forget the messages that were kept for a peer, because it has received a later frame."""
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        raise NotImplementedError
 
     def check_peer(self, peer: int) -> None:
         """Return at once if a peer is alive, or if the backend can't tell.
@@ -101,12 +102,51 @@ class Link(Protocol):
         Raises:
             LinkBroken: it is gone.
         """
+        raise NotImplementedError
 
     def close(self, peer: int) -> None:
         """End everything that is pending with a peer, if the backend can: waits end, no more bytes arrive.
 
         The peer notices. The link can't be used afterwards. Never raises, and does not wait.
         """
+        raise NotImplementedError
+
+    def new_transfer(self) -> TransferId:
+        """Return an identifier for a transfer that this process sends."""
+        with self._shared.lock:
+            self._shared.serial += 1
+            return TransferId(self.rank, self._shared.serial, os.urandom(NONCE_BYTES))
+
+    def channel(self, peer: int, transfer: TransferId) -> Channel:
+        """Open the channel of one transfer to or from a peer."""
+        slot = (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
+        return Channel(self, peer, _FIRST_MESSAGE_TAG + slot * _POSITIONS, _POSITIONS, transfer.nonce)
+
+    @contextmanager
+    def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator[Channel]:
+        """Hold the channel of the frames to or from a peer: a length and a frame for each transfer.
+
+        Raises:
+            LinkTimeout: another transfer held the channel for `timeout_s`.
+        """
+        with self._shared.lock:
+            lock = self._shared.frame_locks[way, peer]
+        if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise LinkTimeout(f"another transfer with rank {peer} did not start in time", peer=peer)
+        try:
+            yield Channel(self, peer, LENGTH_TAG, 2)
+        finally:
+            lock.release()
+
+    def keep(self, peer: int, messages: Sequence[Pending]) -> None:
+        """Keep messages that nobody waits for: gloo loses later messages if they are freed."""
+        with self._shared.lock:
+            self._shared.kept[peer] += messages
+
+    def release(self, peer: int) -> None:
+        """Forget the kept messages of a peer, because it has received a later frame."""
+        with self._shared.lock:
+            self._shared.kept.pop(peer, None)
 
     def check_usable(self) -> None:
         """Refuse to be used after a failed transfer.
@@ -114,6 +154,82 @@ class Link(Protocol):
         Raises:
             GroupBroken: a transfer failed, and its messages may still arrive.
         """
+        if self._shared.broken is not None:
+            raise GroupBroken(
+                "an earlier transfer on this process group failed, and its messages may still arrive: create "
+                "a new group (torch.distributed.new_group, or init_process_group with a new store prefix) "
+                f"and a new PGTransport on it. The earlier failure: {self._shared.broken}"
+            )
 
     def mark_broken(self, error: BaseException) -> None:
         """Remember that a transfer failed. The first failure counts."""
+        with self._shared.lock:
+            if self._shared.lasting and self._shared.broken is None:
+                self._shared.broken = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class Channel:
+    """Messages to or from one peer, in order. Their tags count up from `tag` and repeat after `count`."""
+
+    def __init__(self, link: Link, peer: int, tag: int, count: int, nonce: bytes = b"") -> None:
+        self._link = link
+        self._peer = peer
+        self._tag = tag
+        self._count = count
+        self._nonce = nonce
+        self._position = 0
+
+    def send(self, buffer: torch.Tensor) -> Pending:
+        """Start to send the next message.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        return self._link.send(buffer, self._peer, self._next_tag())
+
+    def recv(self, buffer: torch.Tensor) -> Pending:
+        """Start to receive the next message.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        return self._link.recv(buffer, self._peer, self._next_tag())
+
+    def _next_tag(self) -> int:
+        self._position += 1
+        return self._tag + (self._position - 1) % self._count
+
+    def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
+        """Tell the peer that no more messages follow. `expected` has the sizes of those that it expects.
+
+        The abort takes the place of the next message that is long enough. Messages before it are sent as
+        zeros. If none is long enough, nothing is sent: the zeros would pass for the state.
+
+        Raises:
+            LinkBroken: the connection is gone.
+        """
+        place = next((place for place, nbytes in enumerate(expected) if nbytes >= ABORT_BYTES), None)
+        if place is None or not self._link.sends_short:
+            return []
+        messages = [*map(bytes, expected[:place]), encode_abort(self._nonce, failed_rank)]
+        return [self.send(to_buffer(message, self._link.device)) for message in messages]
+
+    def raise_if_aborted(self, head: bytes) -> None:
+        """Check whether a received message is an abort, given its first ABORT_BYTES.
+
+        Raises:
+            PeerGaveUp: it is.
+        """
+        failed_rank = decode_abort(head, self._nonce)
+        if failed_rank is not None:
+            whose = "its own" if failed_rank == self._peer else f"rank {failed_rank}'s"
+            raise PeerGaveUp(
+                f"rank {self._peer} aborted the transfer because of a failure on {whose} side",
+                failed_rank=failed_rank,
+                peer=self._peer,
+            )
+
+
+def to_buffer(data: bytes, device: torch.device) -> torch.Tensor:
+    """Copy bytes to a buffer that a link can send."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

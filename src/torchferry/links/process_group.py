@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
-from torchferry.links.tagged import PROBE_TAG, SharedState, TaggedLink
+from torchferry.links.base import PROBE_TAG, Link, SharedState
 from torchferry.torch_internals import backend_name, backend_of
 
 T = TypeVar("T")
@@ -29,33 +29,28 @@ _CLOSED_BY_TIMEOUT = "caused pair closure"
 """Gloo's message on every connection of this rank after any wait on the group timed out."""
 
 
-class ProcessGroupLink(TaggedLink):
+class ProcessGroupLink(Link):
     """Moves messages over a ProcessGroup, or an object with its `send`, `recv` and `rank`."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__(_shared_state(group, device))
         self._group = group
-        self._device = device
+        self.device = device
 
     @property
     def rank(self) -> int:  # type: ignore[override]
         """This process's rank in the group; 0 if the group does not tell."""
         return rank_in(self._group) or 0
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the group's backend works on."""
-        return self._device
-
     def takes(self, device: torch.device) -> bool:
         """Return whether memory has the device type of the backend."""
-        return device.type == self._device.type
+        return device.type == self.device.type
 
     @property
     def sends_short(self) -> bool:  # type: ignore[override]
         """Whether the backend is gloo, which accepts short messages. Other backends may not."""
         # Not cached: a wrapper may replace its group.
-        return backend_name(backend_of(innermost(self._group), self._device)) == "gloo"
+        return backend_name(backend_of(innermost(self._group), self.device)) == "gloo"
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
         """Start to send a message.
@@ -98,7 +93,7 @@ class ProcessGroupLink(TaggedLink):
 
     def _probe(self, peer: int) -> Work:
         # Some wrappers swallow errors, so this call bypasses them.
-        buffer = torch.empty(1, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(1, dtype=torch.uint8, device=self.device)
         work = _translated(lambda: innermost(self._group).recv([buffer], peer, PROBE_TAG), peer)
         return Work(work, peer, buffer, "answer")
 

@@ -12,8 +12,7 @@ from collections import defaultdict, deque
 import torch
 
 from torchferry.errors import LinkBroken, LinkTimeout
-from torchferry.links.base import Pending
-from torchferry.links.tagged import SharedState, TaggedLink
+from torchferry.links.base import Link, Pending, SharedState
 
 _Address = tuple[int, int, int]
 
@@ -77,7 +76,7 @@ class MemoryNetwork:
         raise LinkTimeout(f"nothing came from rank {address[0]} in time", peer=address[0])
 
 
-class MemoryLink(TaggedLink):
+class MemoryLink(Link):
     """One rank's end of a MemoryNetwork."""
 
     def __init__(self, network: MemoryNetwork, rank: int, *, own_buffers: bool = False) -> None:

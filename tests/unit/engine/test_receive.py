@@ -24,7 +24,7 @@ from torchferry.errors import (
     TargetTorn,
     UnknownType,
 )
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.testing import MemoryLink, MemoryNetwork
 

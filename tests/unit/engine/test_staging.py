@@ -18,8 +18,7 @@ from torchferry.engine import (
     workspace,
 )
 from torchferry.errors import LinkTimeout
-from torchferry.links.base import Pending
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Sent
 

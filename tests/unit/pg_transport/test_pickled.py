@@ -18,7 +18,7 @@ from tests.support.equality import assert_same
 from tests.unit.pg_transport.quacking import Ends
 from torchferry import BadManifest, PeerError, PickleRefused, StateMismatch, Unsendable
 from torchferry.core.push import TransferId
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.pg_transport import _prepare_state_dict, _StateDictMeta
 
 # Of torch's own, when it unpickles a tree.

@@ -13,7 +13,7 @@ from torchferry.core.plan import make_plan
 from torchferry.core.push import TransferId
 from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import BadManifest, FerryError
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.testing import MemoryNetwork
 
 WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)

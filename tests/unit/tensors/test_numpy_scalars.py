@@ -67,7 +67,7 @@ from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.codec import pack
 from torchferry.core.push import TransferId
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import UnknownType
 from torchferry.testing import MemoryNetwork

@@ -16,7 +16,7 @@ import torch
 from torchferry.core.watch import Limits
 from torchferry.engine.lanes import Lane, deadline_passed
 from torchferry.errors import FerryError, LinkBroken
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG, TaggedLink
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Link
 from torchferry.testing.simulation.world import Process, World
 
 _NOTICE_S = 0.01
@@ -165,7 +165,7 @@ def _harmed(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
     return data
 
 
-class SimulatedLink(TaggedLink):
+class SimulatedLink(Link):
     """One rank's end of the network."""
 
     sends_short = True

@@ -9,7 +9,7 @@ import torch
 
 from torchferry.core.push import ABORT_BYTES, NONCE_BYTES, TransferId, decode_abort
 from torchferry.errors import GroupBroken, LinkTimeout, PeerGaveUp
-from torchferry.links.tagged import FRAME_TAG, LENGTH_TAG, PROBE_TAG
+from torchferry.links.base import FRAME_TAG, LENGTH_TAG, PROBE_TAG
 from torchferry.testing import MemoryLink, MemoryNetwork
 
 NONCE = b"n" * NONCE_BYTES
