@@ -32,7 +32,7 @@ from tests.unit.pg_transport.quacking import TIMEOUT_S, Ends, Group, Mailboxes
 from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, StepMismatch, Unsendable
 from torchferry.core.plan import WINDOW_BYTES
 from torchferry.engine import workspace
-from torchferry.engine.staging import Staging
+from torchferry.engine.workspace import Staging
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import pytest
 from tests.simulation.play import play, stay_on
 from torchferry.core import codec, push, watch
 from torchferry.core.outcome import ChunkState
-from torchferry.engine import lanes, receive, relay, send, window
+from torchferry.engine import lanes, receive, relay, send
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
 from torchferry.testing.simulation import Broken, simulate
@@ -89,7 +89,7 @@ def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_last_messages_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window.Window, "__len__", lambda self: 0)
+    monkeypatch.setattr(lanes.Window, "__len__", lambda self: 0)
 
 
 def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window.Window, "has_room", lambda self, nbytes, **_: True)
+    monkeypatch.setattr(lanes.Window, "has_room", lambda self, nbytes, **_: True)
 
 
 def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneWay(window.Window[Any]):
+    class OneWay(lanes.Window[Any]):
         """A window that never seems to have messages, so that the relay does not wait for any."""
 
         def __len__(self) -> int:

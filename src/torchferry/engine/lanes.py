@@ -1,23 +1,88 @@
-"""Lanes: the work of a transfer with one peer, watched by the caller until it ends.
+"""Lanes: the work of a transfer with one peer, run in a thread and watched by the caller until it ends.
 
 A backend waits in native code, where Ctrl-C does not reach it and a dead peer may never end it. So lanes run
 in threads, and the caller sleeps where it can be woken. It checks every lane by the rules of `core.watch`,
-and cancels a lane whose peer is dead, stalled or late.
+and cancels a lane whose peer is dead, stalled or late. The simulation runs the same lanes with a scheduler.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
 from math import inf
-from typing import Any, Generic, Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torchferry.core.watch import Action, Limits, next_action
 from torchferry.engine.progress import Cancellation, Progress
-from torchferry.engine.window import Steps, T
-from torchferry.errors import LinkError, LinkStalled, LinkTimeout
-from torchferry.links.base import Link
+from torchferry.errors import FerryError, LinkBroken, LinkError, LinkStalled, LinkTimeout
+from torchferry.links.base import Link, Pending
+
+T = TypeVar("T")
+
+Steps: TypeAlias = Generator[Pending, None, T]
+"""Work that yields every message it waits for, and is resumed when that message completed or failed."""
+
+
+class _Entry(NamedTuple, Generic[T]):
+    pending: Pending
+    nbytes: int
+    in_place: bool
+    item: T
+
+
+class Window(Generic[T]):
+    """A queue of messages in flight, each with an item that says what to do when it completes.
+
+    Messages that are sent from or received into the tensors themselves take no extra memory, so up to
+    `max_in_place_bytes` may be in flight, and of all others `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int, max_in_place_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
+        self._max_in_place_bytes = max_in_place_bytes
+        self._entries: deque[_Entry[T]] = deque()
+        self._staged_bytes = 0
+        self._in_place_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def has_room(self, nbytes: int, *, in_place: bool = False) -> bool:
+        """Return whether so many more bytes may be in flight. An empty window takes any message."""
+        if not self._entries:
+            return True
+        if in_place:
+            return self._in_place_bytes + self._staged_bytes + nbytes <= self._max_in_place_bytes
+        return self._staged_bytes + nbytes <= self._max_bytes
+
+    def add(self, pending: Pending, nbytes: int, item: T, *, in_place: bool = False) -> None:
+        """Add a message that was just started."""
+        self._entries.append(_Entry(pending, nbytes, in_place, item))
+        if in_place:
+            self._in_place_bytes += nbytes
+        else:
+            self._staged_bytes += nbytes
+
+    def pop(self) -> Steps[T]:
+        """Wait for the oldest message and return its item.
+
+        Raises:
+            LinkError: the message failed.
+        """
+        entry = self._entries[0]
+        yield entry.pending
+        self._entries.popleft()
+        if entry.in_place:
+            self._in_place_bytes -= entry.nbytes
+        else:
+            self._staged_bytes -= entry.nbytes
+        return entry.item
+
 
 _STOP_S = 0.25
 """How long the caller waits for a cancelled lane to finish the few chunks that it is writing."""
@@ -157,3 +222,90 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
 def deadline_passed(peer: int) -> LinkTimeout:
     """Return the error for a deadline that passed."""
     return LinkTimeout("the transfer did not finish within its timeout", peer=peer)
+
+
+_JOIN_S = 0.5
+"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
+
+
+class ThreadRunner:
+    """Runs the lanes of one transfer, each in a thread."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return time.monotonic()
+
+    def start(self, lane: Lane[Any], limits: Limits) -> None:
+        """Run a lane in a new thread."""
+        thread = threading.Thread(
+            target=self._run,
+            args=(lane, limits.deadline_s),
+            name=f"torchferry-lane-{lane.progress.peer}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
+        """Sleep until a lane is over, or until the given time."""
+        if any(lane.over for lane in lanes):
+            return
+        left_s = max(until_s - time.monotonic(), 0.0)
+        with suppress(Empty):
+            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+
+    def end(self, lanes: Sequence[Lane[Any]]) -> None:
+        """Wait for the threads, but not for one that is stuck."""
+        ends_s = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+
+    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = _run_steps(lane, deadline_s)
+        except BaseException as raised:
+            error = raised
+        lane.settle(value, error)
+        self._ended.put(None)
+
+
+def _run_steps(lane: Lane[T], deadline_s: float) -> T:
+    """Run a lane, and wait for each message that it yields until the deadline.
+
+    Raises:
+        FerryError: as the lane does.
+    """
+    step: Callable[[], Pending] = partial(next, lane.steps)
+    while True:
+        with lane.at_work:
+            try:
+                pending = step()
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+        try:
+            lane.progress.waiting_since_s = time.monotonic()
+            _wait(pending, deadline_s, lane.progress.peer)
+            step = partial(next, lane.steps)
+        except FerryError as error:
+            step = partial(lane.steps.throw, error)
+        finally:
+            lane.progress.waiting_since_s = None
+
+
+def _wait(pending: Pending, deadline_s: float, peer: int) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise deadline_passed(peer)
+    try:
+        pending.wait(left_s)
+    except LinkBroken as error:
+        # When the wait of one lane times out, gloo closes the connections of all lanes.
+        if time.monotonic() >= deadline_s:
+            raise deadline_passed(peer) from error
+        raise

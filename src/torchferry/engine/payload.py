@@ -11,11 +11,11 @@ from torchferry.core.codec import Frame
 from torchferry.core.plan import Message, Plan
 from torchferry.core.push import ABORT_BYTES, DigestBlock, decode_block
 from torchferry.engine.digest import first_bytes
+from torchferry.engine.lanes import Steps, Window
 from torchferry.engine.progress import Cancellation, Progress
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink
-from torchferry.engine.staging import Staging
-from torchferry.engine.window import Steps, Window
+from torchferry.engine.workspace import Staging
 from torchferry.links.base import Channel, Link
 
 

@@ -30,15 +30,12 @@ from torchferry.core.push import (
 from torchferry.core.report import Report
 from torchferry.core.watch import Limits
 from torchferry.engine.digest import first_bytes
-from torchferry.engine.lanes import Lane, Runner, run_lanes
+from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
 from torchferry.engine.payload import Payload
-from torchferry.engine.phases import Phases
 from torchferry.engine.planning import Target, target_in_new_memory, target_in_place
-from torchferry.engine.progress import Cancellation, Progress, with_progress
+from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink
-from torchferry.engine.threads import ThreadRunner
-from torchferry.engine.window import Steps, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     BadManifest,

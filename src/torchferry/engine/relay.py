@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from torchferry.engine.lanes import Steps, Window
 from torchferry.engine.progress import Progress
-from torchferry.engine.window import Steps, Window
 from torchferry.errors import LinkTimeout, PeerGaveUp
 from torchferry.links.base import Channel
 

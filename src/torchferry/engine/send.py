@@ -35,12 +35,9 @@ from torchferry.core.push import (
 )
 from torchferry.core.report import Report
 from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, Runner, run_lanes
-from torchferry.engine.phases import Phases
-from torchferry.engine.progress import Cancellation, Progress, with_progress
+from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
+from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
 from torchferry.engine.source import Source
-from torchferry.engine.threads import ThreadRunner
-from torchferry.engine.window import Steps, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,

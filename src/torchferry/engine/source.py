@@ -10,7 +10,7 @@ from torchferry.core.codec import EncodedManifest
 from torchferry.core.outcome import paths_of
 from torchferry.core.plan import Message, Plan, samples_of
 from torchferry.engine.digest import digest, digests
-from torchferry.engine.staging import Staging
+from torchferry.engine.workspace import Staging
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import CPU, gather, peek, run_of

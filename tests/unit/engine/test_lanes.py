@@ -8,11 +8,9 @@ import time
 import pytest
 
 from torchferry.core.watch import Limits
-from torchferry.engine import lanes, threads
-from torchferry.engine.lanes import Lane, run_lanes
+from torchferry.engine import lanes
+from torchferry.engine.lanes import Lane, Steps, ThreadRunner, run_lanes
 from torchferry.engine.progress import Cancellation, Progress
-from torchferry.engine.threads import ThreadRunner
-from torchferry.engine.window import Steps
 from torchferry.errors import LinkBroken, LinkStalled, LinkTimeout
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
@@ -104,7 +102,7 @@ def test_an_interrupted_caller_closes_the_link_and_then_cancels_every_lane(
             closed.append((peer, any(lane.cancellation.is_set for lane in waiting)))
 
     closed: list[tuple[int, bool]] = []
-    monkeypatch.setattr(threads.ThreadRunner, "sleep", interrupted)
+    monkeypatch.setattr(lanes.ThreadRunner, "sleep", interrupted)
     runner = ThreadRunner()
     with pytest.raises(KeyboardInterrupt):
         run_lanes(Watching(MemoryNetwork(), 0), waiting, Limits(runner.now_s() + 20), runner)

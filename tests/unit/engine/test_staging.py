@@ -14,7 +14,6 @@ from torchferry.engine import (
     Workspace,
     receive_state,
     send_state,
-    staging,
     workspace,
 )
 from torchferry.errors import LinkTimeout
@@ -27,7 +26,7 @@ SEND = SendOptions(TIMEOUT_S, MAX_METADATA_BYTES)
 RECEIVE = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES)
 
 
-class Counted(staging.Staging):
+class Counted(workspace.Staging):
     """Counts the memory that it holds: buffers in use, and those kept for later."""
 
     most_bytes = 0
@@ -176,16 +175,16 @@ class TestStagingForAnAccelerator:
             return torch.zeros(MiB, dtype=torch.uint8)
 
         monkeypatch.setattr(torch, "empty", empty)
-        staging.Staging(CPU).take(MiB, pinned=True)
+        workspace.Staging(CPU).take(MiB, pinned=True)
         assert requested == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
     def test_falls_back_to_plain_memory(self) -> None:
         if torch.accelerator.is_available():
             pytest.skip("this machine has an accelerator")
-        assert staging.Staging(CPU).take(MiB, pinned=True).nbytes == MiB
+        assert workspace.Staging(CPU).take(MiB, pinned=True).nbytes == MiB
 
     def test_does_not_get_a_plain_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        buffers = staging.Staging(CPU)
+        buffers = workspace.Staging(CPU)
         plain = buffers.take(MiB)
         buffers.give_back(plain)
         assert buffers.take(MiB, pinned=True).data_ptr() != plain.data_ptr()
@@ -193,7 +192,7 @@ class TestStagingForAnAccelerator:
 
 
 def test_a_buffer_from_inference_mode_can_be_written_outside_of_it() -> None:
-    buffers = staging.Staging(CPU)
+    buffers = workspace.Staging(CPU)
     with torch.inference_mode():
         buffers.give_back(buffers.take(MiB))
     buffers.take(MiB).fill_(1)

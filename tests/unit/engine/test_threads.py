@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane
+from torchferry.engine.lanes import Lane, ThreadRunner
 from torchferry.engine.progress import Cancellation, Progress
-from torchferry.engine.threads import ThreadRunner
 
 
 def one_lane() -> Lane[Any]:
