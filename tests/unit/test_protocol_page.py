@@ -1,0 +1,124 @@
+"""docs/protocol.md is complete: its tables match the code, and a reader written from it reads a transfer."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+from torchferry.core.push import MAX_METADATA_BYTES, RECEIVER, SENDER
+from torchferry.engine import SendOptions, send_state
+from torchferry.testing import MemoryNetwork
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [("## The states of a sender", SENDER), ("## The states of a receiver", RECEIVER)],
+    ids=["sender", "receiver"],
+)
+def test_the_page_has_the_state_tables_of_the_code(heading: str, table: Any) -> None:
+    section = PAGE.partition(heading)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]*)\|$", section, re.MULTILINE)
+    written = {state: {each.strip() for each in after.split(",") if each.strip()} for state, after in rows}
+    del written["state"]
+    assert written == {state.value: {each.value for each in after} for state, after in table.items()}
+
+
+class Reader:
+    """Reads one transfer of contiguous tensors from rank 0 to rank 1, as docs/protocol.md describes it."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        (length,) = struct.unpack("<q", self._read(0x54460000))
+        data = self._read(0x54460001)
+        assert len(data) == length
+        assert data[:5] == b"TFRY\x06"
+        assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
+        body = msgspec.msgpack.decode(data[13:])
+        defaults = [None, None, None, 0, b"", None, False, 0, 0, None]
+        self.body = [*body, *defaults[len(body) :]]
+        self._number = 0
+
+    def _read(self, tag: int) -> bytes:
+        message = self._network.get((0, 1, tag), 1.0)
+        return bytes(message.view(torch.uint8).tolist())
+
+    def _next(self) -> bytes:
+        serial, origin = self.body[3], self.body[8]
+        slot = (origin % 256) * 512 + serial % 512
+        self._number += 1
+        return self._read(0x54460010 + slot * 4096 + (self._number - 1) % 4096)
+
+    def chunk_sizes(self) -> list[list[int]]:
+        """The sizes of the chunks of each message. Every tensor is one extent here."""
+        chunk_bytes, pack_bytes = self.body[1], self.body[7]
+        sizes = [self.body[0][4][spec[4]] for spec in self.body[0][3]]
+        limit = max(min(1 << 20, chunk_bytes), pack_bytes)
+        messages: list[list[int]] = []
+        for size in (size for size in sizes if size < pack_bytes):
+            if not messages or sum(messages[-1]) + size > limit:
+                messages.append([])
+            messages[-1].append(size)
+        step = chunk_bytes // 16 * 16
+        for size in (size for size in sizes if size >= pack_bytes):
+            messages += [[min(step, size - start)] for start in range(0, size, step)]
+        return messages
+
+    def payload(self) -> tuple[list[bytes], bool]:
+        """The chunks, verified, and whether the state changed."""
+        digests, changed = self.body[5], False
+        chunks: list[bytes] = []
+        groups: list[list[int]] = []
+        first_message = first_chunk = 0
+        messages = self.chunk_sizes()
+        for number, sizes in enumerate(messages):
+            data = self._next()
+            assert len(data) == sum(sizes)
+            for size in sizes:
+                chunks.append(data[:size])
+                data = data[size:]
+            last = number + 1 == len(messages)
+            if last or number + 1 - first_message == 64 or len(chunks) - first_chunk >= 16384:
+                groups.append([number + 8, first_chunk, len(chunks)])
+                first_message, first_chunk = number + 1, len(chunks)
+            while self.body[6] and groups and (groups[0][0] == number or last):
+                _, start, end = groups.pop(0)
+                block = self._next()
+                assert len(block) == max(24 + 8 * (end - start), 40)
+                assert block[:16] == self.body[4]
+                flag, *found = struct.unpack_from(f"<{end - start + 1}Q", block, 16)
+                changed |= bool(flag)
+                assert found == [xxh3_64_intdigest(chunk) for chunk in chunks[start:end]]
+        if digests is not None:
+            assert digests == [xxh3_64_intdigest(chunk) for chunk in chunks]
+        return chunks, changed
+
+
+STATES = {
+    "small": {f"t{n}": torch.arange(n + 1) for n in range(5)},
+    "packed": {f"t{n}": torch.full((100 + n,), n, dtype=torch.int32) for n in range(3000)},
+    "large": {"a": torch.arange(1 << 20), "b": torch.arange(3)},
+    "many messages": {f"t{n}": torch.full((1 << 15,), n) for n in range(150)},
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_a_reader_that_knows_only_the_page_reads_a_transfer(state: dict[str, torch.Tensor]) -> None:
+    network = MemoryNetwork()
+    options = SendOptions(10, MAX_METADATA_BYTES, step=7, chunk_bytes=1 << 18)
+    send_state(network.link(0), [1], state, options)
+    reader = Reader(network)
+    chunks, changed = reader.payload()
+    small = [t for t in state.values() if t.nbytes < reader.body[7]]
+    large = [t for t in state.values() if t.nbytes >= reader.body[7]]
+    assert b"".join(chunks) == b"".join(bytes(t.view(torch.uint8).tolist()) for t in (*small, *large))
+    assert (reader.body[2], changed) == (7, False)
+    assert not any(network._boxes.values()), "messages are left that the page does not describe"
