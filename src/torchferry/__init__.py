@@ -1,69 +1,35 @@
-"""Live PyTorch state from the processes that have it to the processes that need it, with no disk between.
+"""Moves live PyTorch state from the processes that have it to the processes that need it, without a disk.
 
 >>> from torchferry import PGTransport
 """
 
-from torchferry.core.report import Report
-from torchferry.errors import (
-    BadArgument,
-    BadManifest,
-    Corrupted,
-    FerryError,
-    GroupBroken,
-    LinkBroken,
-    LinkError,
-    LinkStalled,
-    LinkTimeout,
-    Mismatch,
-    PeerError,
-    PeerGaveUp,
-    PickleRefused,
-    SendBroken,
-    SendFailed,
-    SendLate,
-    StateChanged,
-    StateError,
-    StateMismatch,
-    StepMismatch,
-    TargetTorn,
-    TornAndBroken,
-    TornAndLate,
-    UnknownType,
-    Unsendable,
-)
-from torchferry.pg_transport import PGTransport
-from torchferry.tensors.registry import register
+from torchferry.core.report import Report as Report
+from torchferry.errors import BadArgument as BadArgument
+from torchferry.errors import BadManifest as BadManifest
+from torchferry.errors import Corrupted as Corrupted
+from torchferry.errors import FerryError as FerryError
+from torchferry.errors import GroupBroken as GroupBroken
+from torchferry.errors import LinkBroken as LinkBroken
+from torchferry.errors import LinkError as LinkError
+from torchferry.errors import LinkStalled as LinkStalled
+from torchferry.errors import LinkTimeout as LinkTimeout
+from torchferry.errors import Mismatch as Mismatch
+from torchferry.errors import PeerError as PeerError
+from torchferry.errors import PeerGaveUp as PeerGaveUp
+from torchferry.errors import PickleRefused as PickleRefused
+from torchferry.errors import SendBroken as SendBroken
+from torchferry.errors import SendFailed as SendFailed
+from torchferry.errors import SendLate as SendLate
+from torchferry.errors import StateChanged as StateChanged
+from torchferry.errors import StateError as StateError
+from torchferry.errors import StateMismatch as StateMismatch
+from torchferry.errors import StepMismatch as StepMismatch
+from torchferry.errors import TargetTorn as TargetTorn
+from torchferry.errors import TornAndBroken as TornAndBroken
+from torchferry.errors import TornAndLate as TornAndLate
+from torchferry.errors import UnknownType as UnknownType
+from torchferry.errors import Unsendable as Unsendable
+from torchferry.pg_transport import PGTransport as PGTransport
+from torchferry.tensors.registry import register as register
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BadArgument",
-    "BadManifest",
-    "Corrupted",
-    "FerryError",
-    "GroupBroken",
-    "LinkBroken",
-    "LinkError",
-    "LinkStalled",
-    "LinkTimeout",
-    "Mismatch",
-    "PGTransport",
-    "PeerError",
-    "PeerGaveUp",
-    "PickleRefused",
-    "Report",
-    "SendBroken",
-    "SendFailed",
-    "SendLate",
-    "StateChanged",
-    "StateError",
-    "StateMismatch",
-    "StepMismatch",
-    "TargetTorn",
-    "TornAndBroken",
-    "TornAndLate",
-    "UnknownType",
-    "Unsendable",
-    "__version__",
-    "register",
-]

@@ -43,25 +43,14 @@ class FerryError(Exception):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        peer: int | None = None,
-        path: str | None = None,
-        phase: str | None = None,
+        self, what: str, *, peer: int | None = None, path: str | None = None, phase: str | None = None
     ) -> None:
-        self.what = what
-        self.peer = peer
-        self.path = path
-        self.phase = phase
+        self.what, self.peer, self.path, self.phase = what, peer, path, phase
         super().__init__(self._message())
 
     def _message(self) -> str:
-        context = []
-        if self.peer is not None:
-            context.append(f"peer: rank {self.peer}")
-        if self.phase is not None:
-            context.append(f"phase: {self.phase}")
+        context = [f"peer: rank {self.peer}"] if self.peer is not None else []
+        context += [f"phase: {self.phase}"] if self.phase is not None else []
         return f"{self.what} [{', '.join(context)}]" if context else self.what
 
     def at(self, path: str) -> Self:
@@ -69,12 +58,7 @@ class FerryError(Exception):
         return self._copy(what=f"{path}: {self.what}", path=path)
 
     def with_context(
-        self,
-        *,
-        peer: int | None = None,
-        path: str | None = None,
-        phase: str | None = None,
-        more: str = "",
+        self, *, peer: int | None = None, path: str | None = None, phase: str | None = None, more: str = ""
     ) -> Self:
         """Return this error with the context that it lacks, and `more` behind `what`."""
         return self._copy(
@@ -135,17 +119,10 @@ class TargetTorn(StateError):
     """
 
     def __init__(
-        self,
-        cause: BaseException,
-        *,
-        whole: Sequence[str],
-        torn: Sequence[str],
-        untouched: Sequence[str],
+        self, cause: BaseException, *, whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]
     ) -> None:
         failure = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
-        self.whole = tuple(whole)
-        self.torn = tuple(torn)
-        self.untouched = tuple(untouched)
+        self.whole, self.torn, self.untouched = tuple(whole), tuple(torn), tuple(untouched)
         super().__init__(
             f"{self._damage()}. Receive again before using it. The failure: {failure.what}",
             peer=failure.peer,

@@ -160,7 +160,7 @@ def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def offer(self: relay.Relay, buffer: Any, *, staged: bool) -> None:
         if self._over:
-            raise LinkBroken("the next receiver is gone", peer=self._progress.peer)
+            raise LinkBroken("the next receiver is gone", peer=self.progress.peer)
         original(self, buffer, staged=staged)
 
     monkeypatch.setattr(relay.Relay, "offer", offer)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -35,6 +36,7 @@ class _Entry(NamedTuple, Generic[T]):
     item: T
 
 
+@dataclass(eq=False)
 class Window(Generic[T]):
     """A queue of messages in flight, each with an item that says what to do when it completes.
 
@@ -42,12 +44,11 @@ class Window(Generic[T]):
     `max_in_place_bytes` may be in flight, and of all others `max_bytes`.
     """
 
-    def __init__(self, max_bytes: int, max_in_place_bytes: int = 0) -> None:
-        self._max_bytes = max_bytes
-        self._max_in_place_bytes = max_in_place_bytes
-        self._entries: deque[_Entry[T]] = deque()
-        self._staged_bytes = 0
-        self._in_place_bytes = 0
+    max_bytes: int
+    max_in_place_bytes: int = 0
+    _entries: deque[_Entry[T]] = field(default_factory=deque)
+    _staged_bytes: int = 0
+    _in_place_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,8 +58,8 @@ class Window(Generic[T]):
         if not self._entries:
             return True
         if in_place:
-            return self._in_place_bytes + self._staged_bytes + nbytes <= self._max_in_place_bytes
-        return self._staged_bytes + nbytes <= self._max_bytes
+            return self._in_place_bytes + self._staged_bytes + nbytes <= self.max_in_place_bytes
+        return self._staged_bytes + nbytes <= self.max_bytes
 
     def add(self, pending: Pending, nbytes: int, item: T, *, in_place: bool = False) -> None:
         """Add a message that was just started."""
@@ -88,6 +89,7 @@ _STOP_S = 0.25
 """How long the caller waits for a cancelled lane to finish the few chunks that it is writing."""
 
 
+@dataclass(eq=False)
 class Lane(Generic[T]):
     """Work with one peer. When it is `over`, it has either an `error` or a `value`.
 
@@ -95,26 +97,19 @@ class Lane(Generic[T]):
     link's error about a dead peer, found at `lost_s`. The runner holds `at_work` unless the lane waits.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        cancellation: Cancellation,
-        steps: Steps[T],
-        on_failure: Callable[[BaseException], None] = lambda error: None,
-    ) -> None:
-        self.progress = progress
-        self.cancellation = cancellation
-        self.steps = steps
-        self.over = False
-        self.error: BaseException | None = None
-        self.value: T | None = None
-        self.probed_s = 0.0
-        self.lost: LinkError | None = None
-        self.lost_s: float | None = None
-        self.ends_s = inf
-        self.at_work = threading.Lock()
-        self._on_failure = on_failure
-        self._lock = threading.Lock()
+    progress: Progress
+    cancellation: Cancellation
+    steps: Steps[T]
+    on_failure: Callable[[BaseException], None] = lambda error: None
+    over: bool = False
+    error: BaseException | None = None
+    value: T | None = None
+    probed_s: float = 0.0
+    lost: LinkError | None = None
+    lost_s: float | None = None
+    ends_s: float = inf
+    at_work: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self, value: T | None, error: BaseException | None) -> None:
         """End the lane. Only the first call counts."""
@@ -123,7 +118,7 @@ class Lane(Generic[T]):
                 return
             self.value, self.error, self.over = value, error, True
         if error is not None:
-            self._on_failure(error)
+            self.on_failure(error)
 
     def result(self) -> T:
         """Return the value of a lane that is over.

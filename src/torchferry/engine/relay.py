@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,20 +25,20 @@ class _Offer(NamedTuple):
     staged: bool
 
 
+@dataclass(eq=False)
 class Relay:
     """The messages that arrived here and go to `progress.peer`. `sizes` has the size of each."""
 
-    def __init__(self, channel: Channel, sizes: Sequence[int], progress: Progress, window_bytes: int) -> None:
-        self._channel = channel
-        self._sizes = sizes
-        self._progress = progress
-        self._window_bytes = window_bytes
-        self._changed = threading.Condition()
-        self._offers: deque[_Offer] = deque()
-        self._used: deque[torch.Tensor] = deque()
-        self._staged_bytes = 0
-        self._failed_rank: int | None = None
-        self._over = False
+    channel: Channel
+    sizes: Sequence[int]
+    progress: Progress
+    window_bytes: int
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _offers: deque[_Offer] = field(default_factory=deque)
+    _used: list[torch.Tensor] = field(default_factory=list)
+    _staged_bytes: int = 0
+    _failed_rank: int | None = None
+    _over: bool = False
 
     def offer(self, buffer: torch.Tensor, *, staged: bool) -> None:
         """Offer the next message. Its memory must not change; `take_used` returns staged buffers."""
@@ -51,14 +52,13 @@ class Relay:
 
     def wait_for_room(self, nbytes: int) -> Steps[None]:
         """Wait until so many more bytes may be staged: staged messages stay until they are forwarded."""
-        limit = max(self._window_bytes, nbytes)
+        limit = max(self.window_bytes, nbytes)
         yield _Until(self._changed, lambda: self._over or self._staged_bytes + nbytes <= limit)
 
     def take_used(self) -> list[torch.Tensor]:
         """Return the staging buffers that are not used any more."""
         with self._changed:
-            used = list(self._used)
-            self._used.clear()
+            used, self._used = self._used, []
         return used
 
     def abort(self, failed_rank: int) -> None:
@@ -89,14 +89,14 @@ class Relay:
             LinkError: the next receiver can't be reached, or not in time.
             PeerGaveUp: an abort was sent.
         """
-        window: Window[_Offer] = Window(self._window_bytes)
-        for position, nbytes in enumerate(self._sizes):
+        window: Window[_Offer] = Window(self.window_bytes)
+        for position, nbytes in enumerate(self.sizes):
             # The receiving lane may need the buffers of sent messages before it can offer another.
             while window and not self._offers and self._failed_rank is None:
                 self._sent((yield from window.pop()))
-            self._progress.idle = True
+            self.progress.idle = True
             yield _Until(self._changed, lambda: bool(self._offers) or self._failed_rank is not None)
-            self._progress.idle = False
+            self.progress.idle = False
             while self._offers and not window.has_room(nbytes):
                 self._sent((yield from window.pop()))
             with self._changed:
@@ -105,17 +105,17 @@ class Relay:
             if offer is None:
                 yield from self._send_abort(position)
                 return
-            window.add(self._channel.send(offer.buffer), nbytes, offer)
+            window.add(self.channel.send(offer.buffer), nbytes, offer)
         while window:
             self._sent((yield from window.pop()))
 
     def _send_abort(self, position: int) -> Steps[None]:
         assert self._failed_rank is not None, "a relay aborts because some rank failed"
-        yield from self._channel.send_abort(self._failed_rank, self._sizes[position:])
+        yield from self.channel.send_abort(self._failed_rank, self.sizes[position:])
         raise PeerGaveUp("there is no more to forward", failed_rank=self._failed_rank)
 
     def _sent(self, offer: _Offer) -> None:
-        self._progress.add(offer.buffer.nbytes)
+        self.progress.add(offer.buffer.nbytes)
         if offer.staged:
             with self._changed:
                 self._staged_bytes -= offer.buffer.nbytes
@@ -123,19 +123,18 @@ class Relay:
                 self._changed.notify_all()
 
 
+@dataclass
 class _Until:
     """Completes when a condition holds, like a message that a lane waits for."""
 
-    error = None
-
-    def __init__(self, changed: threading.Condition, holds: Callable[[], bool]) -> None:
-        self._changed = changed
-        self._holds = holds
+    changed: threading.Condition
+    holds: Callable[[], bool]
+    error: None = None
 
     @property
     def over(self) -> bool:
         """Whether the condition holds. The simulation asks this instead of waiting."""
-        return self._holds()
+        return self.holds()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the condition.
@@ -143,6 +142,6 @@ class _Until:
         Raises:
             LinkTimeout: it took longer than `timeout_s`.
         """
-        with self._changed:
-            if not self._changed.wait_for(self._holds, min(timeout_s, threading.TIMEOUT_MAX)):
+        with self.changed:
+            if not self.changed.wait_for(self.holds, min(timeout_s, threading.TIMEOUT_MAX)):
                 raise LinkTimeout("nothing was forwarded in time")

@@ -6,6 +6,7 @@ At any moment a sink can tell which paths of the local state are whole, torn and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -40,6 +41,7 @@ BeforeWrite = Callable[[], None]
 """Called before memory is written. It may raise, and then nothing more is written."""
 
 
+@dataclass(eq=False)
 class Sink:
     """Writes chunks to fresh memory, to the local state, or nowhere.
 
@@ -48,28 +50,19 @@ class Sink:
     `sender_changed` is set when the sender's state changed while it was being sent.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        plan: Plan,
-        placements: Placements = SAME_LAYOUT,
-        *,
-        fresh: FreshMemory | None = None,
-        local: Description | None = None,
-        written: Collection[int] = (),
-        paired: Collection[Path] | None = None,
-    ) -> None:
-        self.failure: StateError | None = None
-        self.sender_changed = False
-        self._manifest = manifest
-        self._plan = plan
-        self._placements = placements
-        self._fresh = fresh
-        self._local = local
-        self._written = written
-        self._paired = paired
+    manifest: Manifest
+    plan: Plan
+    placements: Placements = SAME_LAYOUT
+    fresh: FreshMemory | None = None
+    local: Description | None = None
+    written: Collection[int] = ()
+    paired: Collection[Path] | None = None
+    failure: StateError | None = None
+    sender_changed: bool = False
+
+    def __post_init__(self) -> None:
         self._scratch: dict[int, Memory] = {}
-        self._states = bytearray(len(plan.chunks))
+        self._states = bytearray(len(self.plan.chunks))
         self._digests: dict[int, int] = {}
         self._opened: dict[int, Direct] = {}
 
@@ -81,12 +74,12 @@ class Sink:
     @property
     def is_local(self) -> bool:
         """Whether the sink writes to the local state."""
-        return self._local is not None
+        return self.local is not None
 
     @property
     def is_all_cpu(self) -> bool:
         """Whether all memory that the sink writes is on the CPU, as fresh memory always is."""
-        return self._local is None or self._local.is_all_cpu
+        return self.local is None or self.local.is_all_cpu
 
     def allocate(self, storages: Collection[int]) -> None:
         """Allocate fresh memory for these incoming storages now, before anything is written.
@@ -94,26 +87,26 @@ class Sink:
         Raises:
             StateError: there is not enough memory.
         """
-        if self._fresh is not None:
-            self._fresh.allocate(storages)
+        if self.fresh is not None:
+            self.fresh.allocate(storages)
             return
-        check_room(sum(self._manifest.storages[storage] for storage in storages), "the fresh tensors")
+        check_room(sum(self.manifest.storages[storage] for storage in storages), "the fresh tensors")
         for storage in storages:
             self.scratch(storage)
 
     def direct_place(self, message: Message, takes: Callable[[torch.device], bool]) -> Direct | None:
         """Return a place where the link itself can write a message; None if it must be staged."""
-        chunk = self._plan.chunks[message.first]
+        chunk = self.plan.chunks[message.first]
         if message.end - message.first > 1 or chunk.piece.repeats:
             return None
-        places = self._placements.of(chunk).direct
+        places = self.placements.of(chunk).direct
         return next((place for place in places if takes(self._memory(place).device)), None)
 
     def open(self, message: Message, place: Direct) -> torch.Tensor:
         """Return the memory of a place, for the link to write. `mark_written` follows when it may begin."""
-        piece = self._plan.chunks[message.first].piece
-        if self._fresh is not None:
-            self._fresh.fault_in(piece)
+        piece = self.plan.chunks[message.first].piece
+        if self.fresh is not None:
+            self.fresh.fault_in(piece)
         self._opened[message.first] = place
         return run_of(self._memory(place), piece)
 
@@ -133,22 +126,22 @@ class Sink:
             self.failure = error
 
     def _write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite) -> None:
-        chunks = self._plan.chunks_of(message)
+        chunks = self.plan.chunks_of(message)
         opened = self._opened.pop(message.first, None)
         if opened is not None:
-            placement = self._placements.of(chunks[0])
+            placement = self.placements.of(chunks[0])
             others = tuple(place for place in placement.direct if place != opened)
             self._write_one(chunks[0], Placement(others, placement.itemwise), buffer, before_write)
-        elif not self._placements.same_layout:
-            placements = [self._placements.of(chunk) for chunk in chunks]
+        elif not self.placements.same_layout:
+            placements = [self.placements.of(chunk) for chunk in chunks]
             if any(placement.direct or placement.itemwise for placement in placements):
                 self.mark_written(message)
                 self._write_placed(chunks, placements, buffer, before_write)
-        elif self._fresh is not None:
-            self._fresh.unpack(chunks, buffer)
-        elif self._local is not None:
+        elif self.fresh is not None:
+            self.fresh.unpack(chunks, buffer)
+        elif self.local is not None:
             self.mark_written(message)
-            memories = [self._local.memories[chunk.piece.storage] for chunk in chunks]
+            memories = [self.local.memories[chunk.piece.storage] for chunk in chunks]
             self._scatter(chunks, memories, buffer, before_write)
 
     def _write_placed(
@@ -194,14 +187,14 @@ class Sink:
             store(self._memory(place), chunk.piece, buffer)
         for items in placement.itemwise:
             before_write()
-            assert self._local is not None, "only local tensors are written item by item"
+            assert self.local is not None, "only local tensors are written item by item"
             write_items(
                 buffer,
                 chunk.piece,
                 chunk.position,
-                self._manifest.tensors[items.incoming],
-                self._local.tensors[items.local],
-                self._local.manifest.tensors[items.local],
+                self.manifest.tensors[items.incoming],
+                self.local.tensors[items.local],
+                self.local.manifest.tensors[items.local],
                 covers=items.covers,
             )
 
@@ -211,7 +204,7 @@ class Sink:
         Raises:
             StateError: memory of the local state was freed.
         """
-        sizes = [chunk.nbytes for chunk in self._plan.chunks_of(message)]
+        sizes = [chunk.nbytes for chunk in self.plan.chunks_of(message)]
         self._digests.update(zip(range(message.first, message.end), digests(buffer, sizes), strict=True))
 
     def verify(self, first: int, expected: Sequence[int]) -> None:
@@ -238,7 +231,7 @@ class Sink:
     def damaged_paths(self) -> list[str]:
         """Return the paths of the leaves that have bytes in damaged chunks."""
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
-        return paths_of(self._manifest, self._plan, damaged) if damaged else []
+        return paths_of(self.manifest, self.plan, damaged) if damaged else []
 
     def distrust(self) -> None:
         """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
@@ -246,18 +239,18 @@ class Sink:
 
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
-        unfinished = {pair.incoming for pair in self._placements.via_scratch}
-        return outcome(self._manifest, self._plan, self._states, unfinished=unfinished, paired=self._paired)
+        unfinished = {pair.incoming for pair in self.placements.via_scratch}
+        return outcome(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
-        pairs: Sequence[TensorPair] = self._placements.via_scratch
+        pairs: Sequence[TensorPair] = self.placements.via_scratch
         for pair in pairs:
-            assert self._local is not None, "only local tensors are copied to"
-            theirs = self._manifest.tensors[pair.incoming]
-            ours = self._local.manifest.tensors[pair.local]
+            assert self.local is not None, "only local tensors are copied to"
+            theirs = self.manifest.tensors[pair.incoming]
+            ours = self.local.manifest.tensors[pair.local]
             received = without_repeats(raw_over(self._scratch[theirs.storage], theirs))
-            target = without_repeats(raw_over(self._local.memories[ours.storage], ours))
+            target = without_repeats(raw_over(self.local.memories[ours.storage], ours))
             target.copy_(reread(received, theirs, ours))
 
     def scratch(self, storage: int) -> Memory:
@@ -267,7 +260,7 @@ class Sink:
             StateError: there is not enough memory.
         """
         if storage not in self._scratch:
-            nbytes = self._manifest.storages[storage]
+            nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
             try:
                 self._scratch[storage] = new_memory(nbytes, CPU)
@@ -277,22 +270,22 @@ class Sink:
 
     def tell_autograd(self) -> None:
         """Increment the version counters of written local tensors: the writes bypassed autograd."""
-        if self._local is None:
+        if self.local is None:
             return
-        tensors: Sequence[torch.Tensor] = self._local.tensors
-        if len(self._written) < len(tensors):
-            tensors = [tensors[number] for number in self._written]
-        if self._local.uncounted:
+        tensors: Sequence[torch.Tensor] = self.local.tensors
+        if len(self.written) < len(tensors):
+            tensors = [tensors[number] for number in self.written]
+        if self.local.uncounted:
             tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(tensors)
 
     def _memory(self, place: Direct) -> Memory:
-        if self._fresh is not None:
-            return self._fresh.memory(place.storage)
+        if self.fresh is not None:
+            return self.fresh.memory(place.storage)
         if place.storage < 0:
             return self.scratch(~place.storage)
-        assert self._local is not None, "a sink without memory has no places"
-        return self._local.memories[place.storage].at(place.delta)
+        assert self.local is not None, "a sink without memory has no places"
+        return self.local.memories[place.storage].at(place.delta)
 
 
 def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -16,26 +17,21 @@ from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import CPU, gather, peek, run_of
 
 
+@dataclass
 class Source:
     """Reads the chunks of a described state.
 
     `digests` has the digest of each chunk that was hashed. Several lanes may read at the same time.
     """
 
-    def __init__(
-        self,
-        description: Description,
-        encoded: EncodedManifest,
-        plan: Plan,
-        staging: Staging,
-        takes: Callable[[torch.device], bool],
-    ) -> None:
-        self.description = description
-        self.encoded = encoded
-        self.plan = plan
-        self.digests: list[int | None] = [None] * len(plan.chunks)
-        self._staging = staging
-        self._takes = takes
+    description: Description
+    encoded: EncodedManifest
+    plan: Plan
+    staging: Staging
+    takes: Callable[[torch.device], bool]
+
+    def __post_init__(self) -> None:
+        self.digests: list[int | None] = [None] * len(self.plan.chunks)
         self._samples: list[list[int]] = []
         self._changed: set[int] = set()
 
@@ -44,7 +40,7 @@ class Source:
         piece = self.plan.chunks[message.first].piece
         if message.end - message.first > 1 or piece.repeats:
             return True
-        return not self._takes(self.description.memories[piece.storage].device)
+        return not self.takes(self.description.memories[piece.storage].device)
 
     def read(self, message: Message) -> torch.Tensor:
         """Return the bytes of a message: a staging buffer, or the memory of the state itself.
@@ -56,14 +52,14 @@ class Source:
         pieces = [chunk.piece for chunk in self.plan.chunks_of(message)]
         if not self.must_stage(message):
             return run_of(memories[pieces[0].storage], pieces[0])
-        buffer = self._staging.take(message.nbytes, pinned=not self.description.is_all_cpu)
+        buffer = self.staging.take(message.nbytes, pinned=not self.description.is_all_cpu)
         gather([memories[piece.storage] for piece in pieces], pieces, buffer)
         return buffer
 
     def done_with(self, message: Message, buffer: torch.Tensor) -> None:
         """Take back the buffer of a message that was read."""
         if self.must_stage(message):
-            self._staging.give_back(buffer)
+            self.staging.give_back(buffer)
 
     def hash(self, message: Message, buffer: torch.Tensor) -> None:
         """Hash the chunks of a message, unless that was done.
@@ -106,8 +102,9 @@ class Source:
         all are.
         """
         tensors = self.description.manifest.tensors
-        written = {tensors[number].storage for number in self.description.changed_tensors()}
-        self._changed |= self._chunks_in(written)
+        if written := {tensors[number].storage for number in self.description.changed_tensors()}:
+            chunks = enumerate(self.plan.chunks)
+            self._changed |= {number for number, chunk in chunks if chunk.piece.storage in written}
         for message, sample in zip(self.plan.messages, self._samples, strict=False):
             if sample != self._sample(message):
                 self._changed |= {message.first, message.end - 1}
@@ -118,11 +115,6 @@ class Source:
             if not uncounted.isdisjoint(chunk.piece.storage for chunk in self.plan.chunks_of(message)):
                 self._changed |= self._differing(message)
         return bool(self._changed)
-
-    def _chunks_in(self, storages: Collection[int]) -> set[int]:
-        if not storages:
-            return set()
-        return {number for number, chunk in enumerate(self.plan.chunks) if chunk.piece.storage in storages}
 
     def _differing(self, message: Message) -> set[int]:
         """Return the chunks of a message whose bytes, read again, have another digest than before."""

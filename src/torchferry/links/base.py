@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -45,19 +45,19 @@ class Pending(Protocol):
         """
 
 
+@dataclass(eq=False)
 class SharedState:
     """What all links on one process group share.
 
     With `lasting=False` failures are not remembered: the group may be replaced behind its wrapper.
     """
 
-    def __init__(self, *, lasting: bool = True) -> None:
-        self.lasting = lasting
-        self.lock = threading.Lock()
-        self.serial = 0
-        self.broken: str | None = None
-        self.frame_locks: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
-        self.kept: defaultdict[int, list[Pending]] = defaultdict(list)
+    lasting: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    serial: int = 0
+    broken: str | None = None
+    frame_locks: dict[tuple[str, int], threading.Lock] = field(default_factory=dict)
+    kept: dict[int, list[Pending]] = field(default_factory=dict)
 
 
 class Link:
@@ -130,7 +130,7 @@ class Link:
             LinkTimeout: another transfer held the channel for `timeout_s`.
         """
         with self._shared.lock:
-            lock = self._shared.frame_locks[way, peer]
+            lock = self._shared.frame_locks.setdefault((way, peer), threading.Lock())
         if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise LinkTimeout(f"another transfer with rank {peer} did not start in time", peer=peer)
         try:
@@ -141,7 +141,7 @@ class Link:
     def keep(self, peer: int, messages: Sequence[Pending]) -> None:
         """Keep messages that nobody waits for: gloo loses later messages if they are freed."""
         with self._shared.lock:
-            self._shared.kept[peer] += messages
+            self._shared.kept.setdefault(peer, []).extend(messages)
 
     def release(self, peer: int) -> None:
         """Forget the kept messages of a peer, because it has received a later frame."""
@@ -168,16 +168,16 @@ class Link:
                 self._shared.broken = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+@dataclass
 class Channel:
     """Messages to or from one peer, in order. Their tags count up from `tag` and repeat after `count`."""
 
-    def __init__(self, link: Link, peer: int, tag: int, count: int, nonce: bytes = b"") -> None:
-        self._link = link
-        self._peer = peer
-        self._tag = tag
-        self._count = count
-        self._nonce = nonce
-        self._position = 0
+    link: Link
+    peer: int
+    tag: int
+    count: int
+    nonce: bytes = b""
+    _position: int = 0
 
     def send(self, buffer: torch.Tensor) -> Pending:
         """Start to send the next message.
@@ -185,7 +185,7 @@ class Channel:
         Raises:
             LinkBroken: the connection is gone.
         """
-        return self._link.send(buffer, self._peer, self._next_tag())
+        return self.link.send(buffer, self.peer, self._next_tag())
 
     def recv(self, buffer: torch.Tensor) -> Pending:
         """Start to receive the next message.
@@ -193,11 +193,11 @@ class Channel:
         Raises:
             LinkBroken: the connection is gone.
         """
-        return self._link.recv(buffer, self._peer, self._next_tag())
+        return self.link.recv(buffer, self.peer, self._next_tag())
 
     def _next_tag(self) -> int:
         self._position += 1
-        return self._tag + (self._position - 1) % self._count
+        return self.tag + (self._position - 1) % self.count
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the peer that no more messages follow. `expected` has the sizes of those that it expects.
@@ -209,10 +209,10 @@ class Channel:
             LinkBroken: the connection is gone.
         """
         place = next((place for place, nbytes in enumerate(expected) if nbytes >= ABORT_BYTES), None)
-        if place is None or not self._link.sends_short:
+        if place is None or not self.link.sends_short:
             return []
-        messages = [*map(bytes, expected[:place]), encode_abort(self._nonce, failed_rank)]
-        return [self.send(to_buffer(message, self._link.device)) for message in messages]
+        messages = [*map(bytes, expected[:place]), encode_abort(self.nonce, failed_rank)]
+        return [self.send(to_buffer(message, self.link.device)) for message in messages]
 
     def raise_if_aborted(self, head: bytes) -> None:
         """Check whether a received message is an abort, given its first ABORT_BYTES.
@@ -220,13 +220,13 @@ class Channel:
         Raises:
             PeerGaveUp: it is.
         """
-        failed_rank = decode_abort(head, self._nonce)
+        failed_rank = decode_abort(head, self.nonce)
         if failed_rank is not None:
-            whose = "its own" if failed_rank == self._peer else f"rank {failed_rank}'s"
+            whose = "its own" if failed_rank == self.peer else f"rank {failed_rank}'s"
             raise PeerGaveUp(
-                f"rank {self._peer} aborted the transfer because of a failure on {whose} side",
+                f"rank {self.peer} aborted the transfer because of a failure on {whose} side",
                 failed_rank=failed_rank,
-                peer=self._peer,
+                peer=self.peer,
             )
 
 

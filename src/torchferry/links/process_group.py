@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -98,17 +99,17 @@ class ProcessGroupLink(Link):
         return Work(work, peer, buffer, "answer")
 
 
+@dataclass
 class Work:
     """A message of a process group. It keeps the buffer alive, which gloo does not.
 
     `expected` says what the peer has to do for it to complete.
     """
 
-    def __init__(self, work: Any, peer: int, buffer: torch.Tensor, expected: str) -> None:
-        self._work = work
-        self._peer = peer
-        self._buffer = buffer
-        self._expected = expected
+    work: Any
+    peer: int
+    buffer: torch.Tensor
+    expected: str
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the backend.
@@ -118,7 +119,7 @@ class Work:
             LinkBroken: the connection is gone.
         """
         timeout = timedelta(seconds=min(max(timeout_s, _MIN_WAIT_S), _MAX_WAIT_S))
-        _translated(lambda: self._work.wait(timeout), self._peer, self._expected)
+        _translated(lambda: self.work.wait(timeout), self.peer, self.expected)
 
 
 _shared: weakref.WeakKeyDictionary[object, SharedState] = weakref.WeakKeyDictionary()
