@@ -1,12 +1,11 @@
-# Each goal does its own set-up, in .venv, the first time; after that it starts at once.
-# All that a machine needs is make and Python 3.11 or newer.
+# Every target first installs what it needs into .venv, once. The machine needs make and Python 3.11 or newer.
 
 PYTHON ?= python3
-# Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
+# Options for the commands: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
 # make bench BENCH_ARGS="--size small --work 'big-*' --report out.html",
 # make bench-cluster BENCH_CLUSTER_ARGS="--repeats 9 --json out.json".
 PYTEST_ARGS ?=
-# make test-torch TORCH=2.15.0
+# For test-torch: make test-torch TORCH=2.15.0
 TORCH ?= 2.13.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -25,10 +24,10 @@ CONFORMANCE := ../shared/conformance/test_pg_transport.py
 .PHONY: help demo bench bench-docs bench-cluster test test-torch faults simulate fuzz check format conformance wheel \
   clean distclean
 
-help: ## list these goals
+help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
-demo: $(READY) ## four workers train, one is killed, a replacement catches up from a peer
+demo: $(READY) ## four workers train, one is killed, and a replacement gets its state from a peer
 	@$(BIN)/python examples/replace_worker.py $(DEMO_ARGS)
 
 bench: $(READY) ## compare with other ways to move a state; BENCH_ARGS="--size small"
@@ -41,7 +40,7 @@ bench-docs: $(READY) ## run both benchmarks in full and write docs/benchmarks.md
 	  $(BIN)/python -m benchmarks --from "$$folder/bench.json" --from "$$folder/cluster.json" \
 	    --markdown docs/benchmarks.md
 
-bench-cluster: $(READY) ## measure one to six receivers on seven hosts with 1 Gbit/s links; needs root
+bench-cluster: $(READY) ## measure one to six receivers on seven hosts (network namespaces) with 1 Gbit/s links; needs root
 	@$(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS)
 
 test: $(READY) ## run the tests
@@ -51,39 +50,39 @@ test-torch: ## run the tests with another version of torch, in a venv of its own
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(TORCH_VENV) "$(TORCH)"
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
+faults: $(READY) ## run every fault in docs/faults.md, with real processes
 	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
 
-simulate: $(READY) ## play the protocol in a simulated world; SEEDS=100000, FIRST_SEED=0
+simulate: $(READY) ## run the protocol in a simulated network; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
 
-fuzz: $(READY) ## attack the decoder with damaged metadata; FUZZ_MUTATIONS=100000
+fuzz: $(READY) ## decode damaged metadata; FUZZ_MUTATIONS=100000
 	@FUZZ_MUTATIONS=$(FUZZ_MUTATIONS) $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py $(PYTEST_ARGS)
 
-check: $(READY) ## formatting, lint, types, and the rules of the architecture
+check: $(READY) ## check formatting, lint, types, and the rules of the architecture
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/architecture
 
-format: $(READY) ## put formatting and import order right
+format: $(READY) ## fix formatting and import order
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-# -B and no:cacheprovider: the suite's folder may be read-only, and nothing is to be written to it.
-conformance: $(READY) ## run PGTransport's contract, where it lies beside this checkout
+# -B and no:cacheprovider: do not write into the suite's folder, which may be read-only.
+conformance: $(READY) ## run the contract tests of PGTransport, if their folder is beside this checkout
 	@test -f $(CONFORMANCE) || { \
-	  echo "There is no $(CONFORMANCE): the contract's suite is not part of this repository."; exit 1; }
+	  echo "$(CONFORMANCE) does not exist: the contract tests are not part of this repository."; exit 1; }
 	@$(BIN)/python -B -m pytest -p no:cacheprovider $(CONFORMANCE)
 
 wheel: $(READY) ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel
 
-clean: ## remove what building and testing leave behind
+clean: ## remove the files that builds and tests leave
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find src tests benchmarks examples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and those of test-torch as well
+distclean: clean ## remove .venv and the venvs of test-torch as well
 	@rm -rf $(VENV) .venv-torch-*
 
 $(READY): pyproject.toml Makefile scripts/set_up_venv.sh

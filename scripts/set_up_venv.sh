@@ -1,10 +1,9 @@
 #!/bin/sh
-# Makes a virtual environment in which torchferry can be run, tested and checked.
+# Create or update a virtual environment to run, test and check torchferry.
 #
 #     sh scripts/set_up_venv.sh PYTHON VENV [TORCH]
 #
-# TORCH is the version of torch, 2.13.0 if it is not given.
-# Run again, it brings an existing one up to date. When it fails, it says what failed, and what to do.
+# TORCH is the version of torch; the default is 2.13.0. On failure, the message says what failed and what to do.
 set -u
 
 python=$1
@@ -27,28 +26,28 @@ log_mentions() {
     grep -q -i -E "$1" "$log"
 }
 
-# What pip says at length, in a sentence or two. $1 is what was being installed.
+# Exit with a short explanation of pip's error. $1 is what was being installed.
 explain_pip() {
     grep -i -E '^ *error' "$log" | tail -n 5 | sed 's/^ */  pip: /' >&2
     if log_mentions 'no space left|disk quota'; then
         give_up "$1 could not be installed: the disk is full." \
-            'Free some space (torch alone unpacks to about a gigabyte), then run make again.'
+            'Free some space (torch alone needs about 1 GB), then run make again.'
     elif log_mentions 'CERTIFICATE_VERIFY_FAILED|SSLError'; then
-        give_up "$1 could not be installed: the package index's certificate is not trusted here." \
-            'Behind a proxy that inspects traffic, point PIP_CERT at its certificate.'
+        give_up "$1 could not be installed: this machine does not trust the certificate of the package index." \
+            'If a proxy inspects the traffic, set PIP_CERT to the file of its certificate.'
     elif log_mentions 'name resolution|name or service not known|NewConnectionError|ConnectTimeout|Network is unreachable|ProxyError|Connection refused|Read timed out'; then
-        give_up "$1 could not be installed: the package index can't be reached." \
-            'Check the network. Behind a proxy, set HTTPS_PROXY; with a mirror, set PIP_INDEX_URL;' \
-            'without a network, point PIP_FIND_LINKS at a folder of wheels and set PIP_NO_INDEX=1.'
+        give_up "$1 could not be installed: the package index is not reachable." \
+            'Check the network. For a proxy, set HTTPS_PROXY. For a mirror, set PIP_INDEX_URL.' \
+            'Without a network, set PIP_FIND_LINKS to a folder of wheels, and PIP_NO_INDEX=1.'
     elif log_mentions 'no matching distribution|could not find a version'; then
-        give_up "$1 could not be installed: the package index has nothing that fits." \
+        give_up "$1 could not be installed: the package index has no version for this machine." \
             "$("$venv/bin/python" -c 'import platform as p; print("This is Python", p.python_version(), "on", p.system(), p.machine() + ".")')" \
-            'Another may be supported: make distclean, then make demo PYTHON=python3.12, for example.'
+            'Try another Python: make distclean, then for example make demo PYTHON=python3.12.'
     elif log_mentions 'permission denied'; then
-        give_up "$1 could not be installed: $venv can't be written to." \
-            "Remove it (it may belong to another user), then run make again."
+        give_up "$1 could not be installed: $venv is not writable." \
+            "Remove $venv (it may belong to another user), then run make again."
     fi
-    give_up "$1 could not be installed." "The whole of what pip said is in $log."
+    give_up "$1 could not be installed." "The output of pip is in $log."
 }
 
 install() {
@@ -59,24 +58,23 @@ install() {
         >"$log" 2>&1 </dev/null || explain_pip "$what"
 }
 
-command -v "$python" >/dev/null 2>&1 || give_up "there is no $python here." \
-    'Install Python 3.11 or newer, or name the one to use: make demo PYTHON=python3.12, for example.'
+command -v "$python" >/dev/null 2>&1 || give_up "there is no command $python." \
+    'Install Python 3.11 or newer, or choose another command: for example make demo PYTHON=python3.12.'
 
 is_new_enough "$python" || give_up \
-    "torchferry needs Python 3.11 or newer, and $python is $("$python" -V 2>&1)." \
-    'Install a newer one, or name the one to use: make demo PYTHON=python3.12, for example.'
+    "torchferry needs Python 3.11 or newer, but $python is $("$python" -V 2>&1)." \
+    'Install a newer Python, or choose another command: for example make demo PYTHON=python3.12.'
 
-# An environment left by an older Python, or cut off half-way, is made anew.
+# Create the environment again if it has an older Python or is incomplete.
 if ! { is_new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version; } >/dev/null 2>&1; then
     "$python" -c 'import ensurepip, venv' 2>/dev/null || give_up \
-        "this Python can't make virtual environments." \
-        'Debian and Ubuntu keep that in a package of its own: apt install python3-venv.'
-    printf 'Making %s with %s ...\n' "$venv" "$("$python" -V 2>&1)"
+        "$python can't create virtual environments." \
+        'On Debian and Ubuntu, install the package for it: apt install python3-venv.'
+    printf 'Creating %s with %s ...\n' "$venv" "$("$python" -V 2>&1)"
     said=$("$python" -m venv --clear "$venv" 2>&1) || give_up "python -m venv failed." "$said"
 fi
 
-# torch goes first and alone: what is named exactly here is what the tests run on, and the package's
-# own, open-ended requirement is then already met.
+# Install exactly this torch first. torchferry itself requires only a minimum version, and pip would pick the newest.
 install "torch $torch" "torch==$torch"
-install 'torchferry and what its tests need' --editable '.[dev]'
+install 'torchferry and the dependencies of its tests' --editable '.[dev]'
 rm -f "$log"
