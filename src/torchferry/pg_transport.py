@@ -62,8 +62,7 @@ class PGTransport:
         stall_timeout: give up a peer when no message to or from it completes for this long; None for never. A
             receiver counts from the sender's first message.
         verify: check every received byte against a digest of what the sender read. If it is off on the
-        sender,
-            receivers have nothing to check. If it is off on a receiver, that receiver does not check.
+            sender, receivers have nothing to check. If it is off on a receiver, that receiver does not check.
         allow_pickle: send values that torchferry can't encode as pickles; needed on both sides. A pickle can
             run any code, so use it only between peers that trust each other.
         mesh: the DeviceMesh of fresh DTensors. It must have the shape of the sender's mesh, or a slice with

@@ -67,6 +67,8 @@ def outcome(
 
 def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[str]:
     """Return the paths of the leaves that have bytes in the given chunks."""
+    if not chunks:
+        return []
     users = _users(plan.extents, manifest)
     extents = {plan.chunks[number].extent for number in chunks}
     tensors = {tensor for extent in extents for tensor in users[extent]}

@@ -73,7 +73,7 @@ class Payload:
             if self.relay is not None:
                 yield from self._wait_for_relay(self.relay, item.nbytes)
             self.cancellation.raise_if_cancelled()
-            buffer = self.staging.take(item.nbytes, pinned=not self.sink.is_all_cpu)
+            buffer = self.staging.take(item.nbytes, pinned=self.sink.pinned)
         pending = self.channel.recv(buffer)
         if isinstance(item, Message) and in_place:
             self.sink.mark_written(item)

@@ -61,6 +61,7 @@ class Sink:
     sender_changed: bool = False
 
     def __post_init__(self) -> None:
+        self.pinned = self.local is not None and not self.local.is_all_cpu
         self._scratch: dict[int, Memory] = {}
         self._states = bytearray(len(self.plan.chunks))
         self._digests: dict[int, int] = {}
@@ -75,11 +76,6 @@ class Sink:
     def is_local(self) -> bool:
         """Whether the sink writes to the local state."""
         return self.local is not None
-
-    @property
-    def is_all_cpu(self) -> bool:
-        """Whether all memory that the sink writes is on the CPU, as fresh memory always is."""
-        return self.local is None or self.local.is_all_cpu
 
     def allocate(self, storages: Collection[int]) -> None:
         """Allocate fresh memory for these incoming storages now, before anything is written.
@@ -231,7 +227,7 @@ class Sink:
     def damaged_paths(self) -> list[str]:
         """Return the paths of the leaves that have bytes in damaged chunks."""
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
-        return paths_of(self.manifest, self.plan, damaged) if damaged else []
+        return paths_of(self.manifest, self.plan, damaged)
 
     def distrust(self) -> None:
         """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""

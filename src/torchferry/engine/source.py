@@ -32,6 +32,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self.digests: list[int | None] = [None] * len(self.plan.chunks)
+        self._pinned = not self.description.is_all_cpu
         self._samples: list[list[int]] = []
         self._changed: set[int] = set()
 
@@ -52,7 +53,7 @@ class Source:
         pieces = [chunk.piece for chunk in self.plan.chunks_of(message)]
         if not self.must_stage(message):
             return run_of(memories[pieces[0].storage], pieces[0])
-        buffer = self.staging.take(message.nbytes, pinned=not self.description.is_all_cpu)
+        buffer = self.staging.take(message.nbytes, pinned=self._pinned)
         gather([memories[piece.storage] for piece in pieces], pieces, buffer)
         return buffer
 
