@@ -25,8 +25,7 @@
             ├── SendLate            … because the deadline passed for one      (also TimeoutError)
             └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
-The three branches tell what to do: change the state, look at the peer, or create a new process group. Errors
-have `peer` (a rank in the group), `path` and `phase` where they are known.
+Errors have `peer` (a rank in the group), `path` and `phase` where they are known.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class StateChanged(StateError):
 class TargetTorn(StateError):
     """The transfer failed after local tensors were written.
 
-    `whole` lists the paths that hold the new values, verified; `torn` those that may hold old and new bytes
-    mixed; `untouched` those that hold the old values. `__cause__` is the failure.
+    `whole` lists the paths that hold the new values, verified unless verification is off; `torn` those that
+    may hold old and new bytes mixed; `untouched` those that hold the old values. `__cause__` is the failure.
     """
 
     def __init__(

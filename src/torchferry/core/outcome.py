@@ -15,11 +15,11 @@ from torchferry.core.tree import Path, format_path, occurrences
 
 
 class ChunkState(IntEnum):
-    """What happened to the local bytes of one chunk. A chunk only ever moves down this list."""
+    """What happened to the local bytes of one chunk."""
 
     UNTOUCHED = 0
     WRITTEN = 1  # its bytes, or some of them, may be overwritten
-    WHOLE = 2  # verified and written
+    WHOLE = 2  # written, and verified unless verification is off
     DAMAGED = 3  # its bytes are not those that were sent
 
 

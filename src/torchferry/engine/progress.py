@@ -55,8 +55,8 @@ class Phases:
 class Progress:
     """Progress with one peer. The lane that moves bytes writes it, the caller that watches the lane reads it.
 
-    `contacted` is False until the peer has received or sent a message. `waiting_since_s` is None while the
-    lane works by itself. `idle` means that the lane waits for another lane, not for the peer.
+    `contacted` is False until a message to or from the peer has completed. `waiting_since_s` is None while
+    the lane works by itself. `idle` means that the lane waits for another lane, not for the peer.
     """
 
     peer: int
@@ -75,7 +75,7 @@ class Progress:
 
 @dataclass
 class Cancellation:
-    """Tells a lane that its result is not wanted any more, so that it writes nothing more."""
+    """Cancels a lane. A cancelled lane writes nothing more."""
 
     is_set: bool = False
 
@@ -117,7 +117,7 @@ def with_progress(
             path = next(iter(paths_of(manifest, plan, {message.first})), None)
             more += f", last at {path}" if path else ""
         if not progress.contacted:
-            more += " (the peer did not even receive the metadata)"
+            more += " (the metadata was not sent)"
     if isinstance(error, LinkTimeout):
         if question and not progress.contacted:
             more += f". {question.format(peer=progress.peer)}"

@@ -337,7 +337,7 @@ class _Receive:
         if isinstance(error, FerryError):
             error = self._with_progress(error, forwarding.progress, "forward tensors")
         self._link.mark_broken(error)
-        logger.warning("the state arrived, but was not forwarded: %s", error)
+        logger.warning("forwarding the state to rank %d failed: %s", next_rank, error)
         return str(error)
 
     @property

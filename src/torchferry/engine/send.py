@@ -42,6 +42,7 @@ from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,
     LinkBroken,
+    LinkError,
     LinkTimeout,
     SendBroken,
     SendFailed,
@@ -107,6 +108,7 @@ def send_state(
     try:
         return send.run(state)
     except FerryError as error:
+        send.phases.finish(failed=True)
         raise error.with_context(phase=send.phases.current) from error.__cause__
 
 
@@ -128,7 +130,7 @@ class _Send:
             source, frame = self._describe(state)
             relayed = self._options.relay and len(self._peers) > 1
             routes = chain(frame.origin, self._peers) if relayed else {}
-            frames = {peer: self._encode(frame, routes.get(peer), source) for peer in self._peers}
+            frames = self._encode(frame, routes, source)
             if not self.phases.left_s():
                 raise LinkTimeout(
                     "describing the state took longer than the timeout, and nothing was sent: "
@@ -149,7 +151,7 @@ class _Send:
             raise
         self._raise_failures(lanes, source, routes)
         if not frame.digest_blocks:
-            source.has_changed(read_all=frame.digests is not None)
+            source.find_changes(read_all=frame.digests is not None)
         if paths := source.changed_paths():
             raise StateChanged(paths)
         return Report(
@@ -203,14 +205,19 @@ class _Send:
         except TooManyMessages as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
-    def _encode(self, frame: Frame, route: Route | None, source: Source) -> bytes:
-        data = encode(structs.replace(frame, route=route), source.encoded)
-        if len(data) > self._options.max_metadata_bytes:
+    def _encode(self, frame: Frame, routes: Mapping[int, Route], source: Source) -> dict[int, bytes]:
+        """Encode the frame of each peer. Without routes they are all the same."""
+        data = encode(frame, source.encoded)
+        frames = dict.fromkeys(self._peers, data)
+        for peer, route in routes.items():
+            frames[peer] = encode(structs.replace(frame, route=route), source.encoded)
+        nbytes, limit = max(map(len, (data, *frames.values()))), self._options.max_metadata_bytes
+        if nbytes > limit:
             raise Unsendable(
-                f"the metadata of the state has {len(data)} bytes, more than max_metadata_bytes "
-                f"({self._options.max_metadata_bytes}): set it higher on both sides"
+                f"the metadata of the state has {nbytes} bytes, more than max_metadata_bytes ({limit}): "
+                "set it higher on both sides"
             )
-        return data
+        return frames
 
     def _refuse(self, error: BaseException) -> None:
         """Post a refusal with the reason to every peer, so that no receiver waits for its timeout.
@@ -350,35 +357,43 @@ class _Outgoing:
     def _send_payload(self, channel: Channel) -> Steps[None]:
         source, window = self.source, self.window
         sequence = source.plan.sequence(digest_blocks=self.frame.digest_blocks)
-        for position, item in enumerate(sequence):
-            in_place = isinstance(item, Message) and not source.must_stage(item)
-            while window and not self._may_send(item, in_place=in_place):
-                self._completed((yield from window.pop()))
-            try:
+        posted = 0
+        try:
+            for item in sequence:
+                in_place = isinstance(item, Message) and not source.must_stage(item)
+                yield from self._make_room(item, in_place=in_place)
                 self.cancellation.raise_if_cancelled()
                 buffer = source.read(item) if isinstance(item, Message) else self._block(item)
-            except Exception:
-                yield from self._abort(channel, [each.nbytes for each in sequence[position:]])
-                raise
-            pending = channel.send(buffer)
-            sent = _Sent()
-            if isinstance(item, Message):
-                sent = _Sent(item, buffer)
+                pending = channel.send(buffer)
+                posted += 1
+                sent = _Sent(item, buffer) if isinstance(item, Message) else _Sent()
+                window.add(pending, item.nbytes, sent, in_place=in_place)
                 # A staged copy can't change any more, and is still in the cache.
-                if not in_place:
+                if isinstance(item, Message) and not in_place:
                     self._hash(item, buffer)
-            window.add(pending, item.nbytes, sent, in_place=in_place)
+        except Exception as error:
+            # On a failed link, an abort would fail too.
+            if self.cancellation.is_set or not isinstance(error, LinkError):
+                yield from self._abort(channel, [item.nbytes for item in sequence[posted:]])
+            raise
 
-    def _may_send(self, item: Message | DigestBlock, *, in_place: bool) -> bool:
+    def _make_room(self, item: Message | DigestBlock, *, in_place: bool) -> Steps[None]:
+        """Wait until an item may be sent.
+
+        A digest block waits until its chunks are hashed. The last block waits for all messages: it says
+        whether the state changed while any of them was being sent.
+        """
         if isinstance(item, Message):
-            return self.window.has_room(item.nbytes, in_place=in_place)
-        # A block needs the digests of its chunks. The last one says whether the state changed while any
-        # message was being sent.
-        return not item.last and None not in self.source.digests[item.first : item.end]
+            while not self.window.has_room(item.nbytes, in_place=in_place):
+                self._completed((yield from self.window.pop()))
+        else:
+            while self.window and (item.last or None in self.source.digests[item.first : item.end]):
+                self._completed((yield from self.window.pop()))
 
     def _block(self, block: DigestBlock) -> torch.Tensor:
         digests = [digest for digest in self.source.digests[block.first : block.end] if digest is not None]
-        changed = block.last and self.source.has_changed()
+        assert len(digests) == block.end - block.first, "a block is sent when all its chunks are hashed"
+        changed = block.last and self.source.find_changes()
         return to_buffer(encode_block(block, digests, self.frame.nonce, changed=changed), self.link.device)
 
     def _abort(self, channel: Channel, expected: Sequence[int]) -> Steps[None]:
@@ -386,7 +401,8 @@ class _Outgoing:
         if messages:
             for message in messages:
                 self.window.add(message, 0, _Sent())
-            yield from self._finish()
+            while self.window:
+                yield from self.window.pop()
             self.machine.advance(SenderState.ABORTED)
 
     def _finish(self) -> Steps[None]:

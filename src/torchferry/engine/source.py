@@ -84,7 +84,7 @@ class Source:
             self.done_with(message, buffer)
 
     def take_samples(self) -> None:
-        """Hash a few bytes of every message, so that `has_changed` can compare them later."""
+        """Hash a few bytes of every message, so that `find_changes` can compare them later."""
         self._samples = [self._sample(message) for message in self.plan.messages]
 
     def _sample(self, message: Message) -> list[int]:
@@ -95,8 +95,8 @@ class Source:
         except (RuntimeError, StateError):
             return []
 
-    def has_changed(self, *, read_all: bool = False) -> bool:
-        """Return whether the state changed since it was described.
+    def find_changes(self, *, read_all: bool = False) -> bool:
+        """Look for changes since the state was described, and return whether there are any.
 
         Torch counts its own writes. Writes that bypass the counters (`.data`, an ndarray over the same
         memory) show in the samples. Tensors without a counter are read and hashed again, and with `read_all`
@@ -134,5 +134,5 @@ class Source:
         return {number for number, (before, after) in pairs if before != after}
 
     def changed_paths(self) -> list[str]:
-        """Return the paths of the leaves that `has_changed` found changed."""
+        """Return the paths of the leaves that `find_changes` found changed."""
         return paths_of(self.encoded.manifest, self.plan, self._changed)

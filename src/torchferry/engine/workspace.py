@@ -1,4 +1,4 @@
-"""What one transfer leaves to the next: staging buffers, and what was derived from manifests.
+"""What transfers share: staging buffers, and a cache of what was derived from manifests.
 
 Weights go to an inference engine step after step: the bytes change, and the manifest does not. So what
 follows from a manifest alone is kept, keyed by its encoding.
@@ -40,8 +40,8 @@ _MIN_KEY_BYTES = 1 << 10
 class Workspace:
     """Shared by the transfers of one transport. Threads may use it at the same time.
 
-    Nothing in it refers to tensors or their memory, and no value in it is given to two callers, except keys,
-    which can't be changed.
+    The cache holds immutable data only, and no tensors. Decoded values are not cached, because the caller who
+    receives them may modify them.
     """
 
     def __init__(self, device: torch.device) -> None:

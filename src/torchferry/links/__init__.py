@@ -1,1 +1,1 @@
-"""How bytes get from one process to another. Thin: no policy, no retries, no order of their own."""
+"""Links: how bytes travel from one process to another."""

@@ -25,7 +25,8 @@ FRAME_TAG = LENGTH_TAG + 1
 PROBE_TAG = LENGTH_TAG + 2
 _FIRST_MESSAGE_TAG = LENGTH_TAG + 16
 
-# A tag has 31 bits, and LENGTH_TAG leaves 29 of them. Fewer than 4,096 messages of a transfer are in flight.
+# A tag has 31 bits, and LENGTH_TAG leaves 29 of them. Tags repeat after 4,096 messages, which is harmless:
+# messages with one tag arrive in order.
 _POSITIONS = 1 << 12
 _SERIALS = 1 << 9
 _ORIGINS = 1 << 8
@@ -64,7 +65,7 @@ class Link:
     """Channels to the peers of this process. A subclass implements what raises NotImplementedError here.
 
     A buffer is a one-dimensional contiguous tensor. It must not change until its message was waited for. The
-    buffer of a receive has exactly the size of the message.
+    buffer of a receive has the size of the message, or more if the link `sends_short`.
     """
 
     rank = 0
@@ -144,7 +145,7 @@ class Link:
             self._shared.kept.setdefault(peer, []).extend(messages)
 
     def release(self, peer: int) -> None:
-        """Forget the kept messages of a peer, because it has received a later frame."""
+        """Forget the kept messages of a peer, because a later frame was sent. Messages arrive in order."""
         with self._shared.lock:
             self._shared.kept.pop(peer, None)
 
