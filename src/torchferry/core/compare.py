@@ -259,7 +259,7 @@ def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) 
 def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
     """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
     used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
-    unions = [union(extent for pair in group for extent in used[pair.local]) for group in groups]
+    unions = [union([extent for pair in group for extent in used[pair.local]]) for group in groups]
     if are_disjoint([extent for extents in unions for extent in extents]):
         return
     earlier: list[TensorPair] = []

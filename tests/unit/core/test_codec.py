@@ -24,7 +24,6 @@ from torchferry.core.codec import (
 )
 from torchferry.core.manifest import Branch, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.tree import MAX_DEPTH
-from torchferry.core.validation import validate
 from torchferry.errors import BadManifest
 
 TENSOR = TensorSpec("float32", 4, (3, 4), (4, 1), 0, 8)
@@ -148,11 +147,6 @@ def tensor(**fields: object) -> Manifest:
 def test_a_number_that_points_nowhere_is_refused(manifest: Manifest, complaint: str) -> None:
     with pytest.raises(BadManifest, match=complaint):
         decode(frame_of(manifest))
-
-
-def test_a_key_that_can_t_be_one_is_refused_where_nothing_was_decoded() -> None:
-    with pytest.raises(BadManifest, match="a key of type bytes"):
-        validate(change(STATE, branches=(Branch("dict", (0, 1), ("a", b"b")),)))  # type: ignore[arg-type]
 
 
 def test_a_tree_that_is_too_deep_is_refused() -> None:
