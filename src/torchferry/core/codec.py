@@ -18,6 +18,7 @@ its length in memory, because every field has a type and no type lets one byte b
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -145,18 +146,19 @@ def is_frame(data: bytes) -> bool:
     return data.startswith(MAGIC)
 
 
-def decode(data: bytes) -> Frame:
-    """Decode and check a frame.
+def decode_manifest(data: bytes) -> Manifest:
+    """Decode and validate a manifest.
 
     Raises:
-        BadManifest: it has another version, or it is malformed.
+        BadManifest: it is malformed, or refers to something that does not exist.
     """
-    body = decode_body(data)
-    return cast(Frame, structs.replace(body, manifest=decode_manifest(body.manifest)))
+    manifest = unpack(data, _manifest_decoder)
+    validate(manifest)
+    return manifest
 
 
-def decode_body(data: bytes) -> FrameBody[Raw]:
-    """Decode and check a frame, but leave its manifest encoded.
+def decode(data: bytes, decode_manifest: Callable[[bytes], Manifest] = decode_manifest) -> Frame:
+    """Decode and check a frame. `decode_manifest` may return a manifest that was decoded before.
 
     Raises:
         BadManifest: it has another version, or it is malformed.
@@ -174,18 +176,7 @@ def decode_body(data: bytes) -> FrameBody[Raw]:
         raise BadManifest("digest blocks are announced, but the frame has no nonce to recognise them by")
     if body.digest_blocks and body.digests is not None:
         raise BadManifest("the frame has digests and announces digest blocks: only one is allowed")
-    return body
-
-
-def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """Decode and validate a manifest.
-
-    Raises:
-        BadManifest: it is malformed, or refers to something that does not exist.
-    """
-    manifest = unpack(data, _manifest_decoder)
-    validate(manifest)
-    return manifest
+    return cast(Frame, structs.replace(body, manifest=decode_manifest(bytes(body.manifest))))
 
 
 def encode_refusal(reason: str, step: int | None = None) -> bytes:

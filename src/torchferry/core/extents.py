@@ -3,6 +3,8 @@
 An extent is a run of bytes, or equal runs at regular distances, such as a column of a matrix. The bytes
 between the runs are neither sent nor written. Tensors that overlap share an extent, so that a shared byte is
 sent once; tensors that only touch do not. Both sides compute the same extents from the same manifest.
+
+Every function here raises TooIrregular if it would have to list more than MAX_RUNS runs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ ITEM_BYTES = 16
 """The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes splits no item."""
 
 Run = tuple[int, int]
-"""(start, end) in a storage."""
+"""(start, end) in a storage, in bytes."""
 
 
 class TooIrregular(ValueError):
@@ -72,9 +74,6 @@ def footprint(spec: TensorSpec, budget: Budget | None = None) -> list[Extent]:
     [Extent(storage=0, offset=8, run_bytes=8, repeats=((3, 40),))]
     >>> footprint(TensorSpec("float32", 4, (5,), (0,), 0, 8))
     [Extent(storage=0, offset=8, run_bytes=4, repeats=())]
-
-    Raises:
-        TooIrregular: it needs more than MAX_RUNS runs.
     """
     pattern = find_pattern(spec.shape, spec.stride, spec.itemsize)
     if not pattern.span_bytes:
@@ -99,11 +98,7 @@ def overlaps_itself(spec: TensorSpec) -> bool:
 
 
 def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
-    """Return the extents that the tensors use, sorted by storage and offset.
-
-    Raises:
-        TooIrregular: views overlap in more than MAX_RUNS runs.
-    """
+    """Return the extents that the tensors use, sorted by storage and offset."""
     budget = Budget()
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
     for spec in tensors:
@@ -112,11 +107,7 @@ def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
 
 
 def union(extents: Collection[Extent], budget: Budget | None = None) -> list[Extent]:
-    """Merge extents of one storage so that every byte is in exactly one of them.
-
-    Raises:
-        TooIrregular: they overlap in more than MAX_RUNS runs.
-    """
+    """Merge extents of one storage so that every byte is in exactly one of them."""
     if len(extents) <= 1:
         return list(extents)
     budget = budget or Budget()
@@ -133,11 +124,7 @@ def union(extents: Collection[Extent], budget: Budget | None = None) -> list[Ext
 
 
 def are_disjoint(extents: Sequence[Extent], budget: Budget | None = None) -> bool:
-    """Return whether no two of these extents of one storage share a byte.
-
-    Raises:
-        TooIrregular: they overlap in more than MAX_RUNS runs.
-    """
+    """Return whether no two of these extents of one storage share a byte."""
     used_bytes = sum(extent.nbytes for extent in union(extents, budget))
     return used_bytes == sum(extent.nbytes for extent in extents)
 

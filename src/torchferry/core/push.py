@@ -90,7 +90,7 @@ MESSAGES_PENDING = frozenset(
         ReceiverState.RECEIVING,
     }
 )
-"""If a receiver fails in one of these states, messages may still arrive, and the group can't be used again."""
+"""If a receiver fails in these states, messages may still arrive, and the group can't be used again."""
 
 StateT = TypeVar("StateT", SenderState, ReceiverState)
 
@@ -165,7 +165,7 @@ def decode_abort(head: bytes, nonce: bytes) -> int | None:
 
 
 class DigestBlock(Struct, frozen=True, gc=False):
-    """A message with the digests of the chunks from `first` to `end`. The last one says if the state changed."""
+    """The digests of the chunks from `first` to `end`. The last block says whether the state changed."""
 
     first: int
     end: int

@@ -11,7 +11,7 @@ from msgspec import Struct
 from torchferry.core.manifest import TensorSpec
 
 Repeats = tuple[tuple[int, int], ...]
-"""(count, stride in bytes) of each level of repetition, widest stride first."""
+"""(count, stride in bytes) for each level of repetition, widest stride first."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(start, size) in each dimension."""
@@ -85,23 +85,20 @@ def split_into_boxes(shape: Sequence[int], first: int, end: int) -> Iterator[Box
     """
     if first >= end:
         return
-    if len(shape) <= 1:
-        yield ((first,), (end - first,)) if shape else ((), ())
+    if not shape:
+        yield (), ()
         return
     row_items = prod(shape[1:])
-    row, last_row = first // row_items, (end - 1) // row_items
-    if row == last_row:
-        for start, size in split_into_boxes(shape[1:], first - row * row_items, end - row * row_items):
+    row, skipped = divmod(first, row_items)
+    if skipped or end - first < row_items:
+        done = min(end, (row + 1) * row_items)
+        for start, size in split_into_boxes(shape[1:], skipped, done - row * row_items):
             yield (row, *start), (1, *size)
-        return
-    if first % row_items:
-        yield from split_into_boxes(shape, first, (row + 1) * row_items)
-        row += 1
-    past_full_rows = end // row_items
-    if past_full_rows > row:
-        yield (row,) + (0,) * (len(shape) - 1), (past_full_rows - row, *shape[1:])
-    if end % row_items:
-        yield from split_into_boxes(shape, past_full_rows * row_items, end)
+    else:
+        rows = (end - first) // row_items
+        done = first + rows * row_items
+        yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
+    yield from split_into_boxes(shape, done, end)
 
 
 def count_items_below(address: int, repeats: Sequence[tuple[int, int]]) -> int:
@@ -113,8 +110,8 @@ def count_items_below(address: int, repeats: Sequence[tuple[int, int]]) -> int:
     if address <= 0:
         return 0
     below = 0
-    for depth, (count, stride) in enumerate(repeats):
+    for count, stride in repeats:
         row = min(count - 1, (address - 1) // stride)
-        below += row * prod(inner_count for inner_count, _ in repeats[depth + 1 :])
+        below = below * count + row
         address -= row * stride
     return below + 1

@@ -16,7 +16,7 @@ from torchferry.core.manifest import Branch, Manifest, Special, Value
 from torchferry.core.text import MAX_CHARACTERS, show
 
 MAX_DEPTH = 256
-"""Deeper than any state dict. Without a limit, a cycle would never end."""
+"""No state dict is as deep, and a cycle would have no end."""
 
 MAX_PATH_BYTES = 1 << 29
 """The limit for all paths of a tree together. A long key is in many paths, but only once in a frame."""
@@ -60,9 +60,7 @@ def _items(branch: Branch) -> list[tuple[Value, int]]:
 
 def path_bytes(branch: Branch) -> list[int]:
     """Return how many bytes the key of each child adds to a path."""
-    if branch.keys is None:
-        return [8] * len(branch.children)
-    return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
+    return [len(key) if isinstance(key, str) else 8 for key, _ in _items(branch)]
 
 
 Build = Callable[[int, list[object]], object]

@@ -38,7 +38,10 @@ def validate(manifest: Manifest) -> None:
     for number, leaf in enumerate(manifest.leaves):
         if leaf.parts and max(leaf.parts) >= tensors:
             raise BadManifest(f"leaf {number} refers to tensor {max(leaf.parts)}, but there are {tensors}")
-    _validate_tensors(manifest.tensors, manifest.storages)
+    _reject_hash_flood(manifest.tensors)
+    for number, spec in enumerate(manifest.tensors):
+        if problem := _problem(spec, manifest.storages):
+            raise BadManifest(f"tensor {number} {problem}")
 
 
 def _validate_tree(manifest: Manifest) -> None:
@@ -93,31 +96,24 @@ def _validate_keys(number: int, branch: Branch) -> None:
         raise BadManifest(f"branch {number} has the same key twice")
 
 
-def _validate_tensors(tensors: Sequence[TensorSpec], storages: Sequence[int]) -> None:
-    _reject_hash_flood(tensors)
-    for number, spec in enumerate(tensors):
-        shape, stride, itemsize = spec.shape, spec.stride, spec.itemsize
-        if len(shape) != len(stride) or len(shape) > MAX_DIMS:
-            raise BadManifest(
-                f"tensor {number} has {len(shape)} dimensions (at most {MAX_DIMS}) and {len(stride)} strides"
-            )
-        if itemsize not in _ITEM_SIZES:
-            raise BadManifest(f"tensor {number} has item size {itemsize}: not 1, 2, 4, 8 or 16")
-        if spec.storage >= len(storages):
-            raise BadManifest(f"tensor {number} refers to storage {spec.storage} of {len(storages)}")
-        if spec.offset % itemsize:
-            raise BadManifest(
-                f"tensor {number}: offset {spec.offset} is not a multiple of item size {itemsize}"
-            )
-        end = spec.offset + find_pattern(shape, stride, itemsize).span_bytes
-        nbytes = storages[spec.storage]
-        if end > nbytes:
-            raise BadManifest(
-                f"tensor {number} reaches beyond its storage: it ends at byte {end} of {nbytes}"
-            )
-        # Expanded dimensions use no memory, but torch counts their items, also next to a dimension of size 0.
-        if prod(filter(None, shape)) * itemsize > _MAX_TENSOR_BYTES:
-            raise BadManifest(f"tensor {number}: shape {show(shape)} has more than {_MAX_TENSOR_BYTES} bytes")
+def _problem(spec: TensorSpec, storages: Sequence[int]) -> str | None:
+    """Return what is wrong with a tensor, or None."""
+    shape, stride, itemsize = spec.shape, spec.stride, spec.itemsize
+    if len(shape) != len(stride) or len(shape) > MAX_DIMS:
+        return f"has {len(shape)} dimensions (at most {MAX_DIMS}) and {len(stride)} strides"
+    if itemsize not in _ITEM_SIZES:
+        return f"has item size {itemsize}: not 1, 2, 4, 8 or 16"
+    if spec.storage >= len(storages):
+        return f"refers to storage {spec.storage} of {len(storages)}"
+    if spec.offset % itemsize:
+        return f"has offset {spec.offset}, which is not a multiple of item size {itemsize}"
+    end = spec.offset + find_pattern(shape, stride, itemsize).span_bytes
+    if end > storages[spec.storage]:
+        return f"reaches beyond its storage: it ends at byte {end} of {storages[spec.storage]}"
+    # Expanded dimensions use no memory, but torch counts their items, also next to a dimension of size 0.
+    if prod(filter(None, shape)) * itemsize > _MAX_TENSOR_BYTES:
+        return f"has shape {show(shape)}, which is more than {_MAX_TENSOR_BYTES} bytes"
+    return None
 
 
 def _reject_hash_flood(tensors: Sequence[TensorSpec]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-from msgspec import structs
 
 from torchferry.core import codec
 from torchferry.core.codec import EncodedManifest, Frame
@@ -65,10 +64,12 @@ class Workspace:
         Raises:
             BadManifest: the frame is malformed.
         """
-        body = codec.decode_body(data)
-        raw = bytes(body.manifest)
-        encoded = self._get(("manifest", raw), lambda: EncodedManifest(codec.decode_manifest(raw), raw))
-        return cast(Frame, structs.replace(body, manifest=encoded.manifest)), encoded
+        frame = codec.decode(data, self._decode_manifest)
+        return frame, self.encode(frame.manifest)
+
+    def _decode_manifest(self, data: bytes) -> Manifest:
+        key = ("manifest", data)
+        return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
 
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
         """Plan a transfer as `make_plan` does, with the same arguments after the manifest.
