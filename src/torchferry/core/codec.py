@@ -81,7 +81,7 @@ class Refusal(Struct, frozen=True, array_like=True):
 
 
 class EncodedManifest(NamedTuple):
-    """A manifest and its encoding. The encoding is a key for caches; manifests are not: 1 equals True."""
+    """A manifest and its encoding. Caches use the encoding as key: to Python, 1 equals True."""
 
     manifest: Manifest
     data: bytes
@@ -131,9 +131,8 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
 
 def encode(frame: Frame, encoded: EncodedManifest | None = None) -> bytes:
     """Encode a frame. `encoded` is its manifest, if that is encoded already."""
-    return _with_preamble(
-        MAGIC, frame if encoded is None else structs.replace(frame, manifest=Raw(encoded.data))
-    )
+    body = frame if encoded is None else structs.replace(frame, manifest=Raw(encoded.data))
+    return _with_preamble(MAGIC, body)
 
 
 def _with_preamble(magic: bytes, body: object) -> bytes:

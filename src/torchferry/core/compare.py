@@ -82,7 +82,7 @@ def compare(
     fitting: list[Pair] = []
     for pair in pairs:
         differences = list(_compare_leaves(incoming, local, pair, properties_of))
-        mismatches += differences
+        mismatches += [Mismatch(format_path(pair.path), *difference) for difference in differences]
         if not differences:
             fitting.append(pair)
     mismatches += _find_conflicts(incoming, local, fitting)
@@ -180,19 +180,16 @@ def _specs(manifest: Manifest, leaf: Leaf) -> list[TensorSpec]:
 
 def _compare_leaves(
     incoming: Manifest, local: Manifest, pair: Pair, properties_of: PropertiesOf
-) -> Iterator[Mismatch]:
+) -> Iterator[tuple[str, str, str]]:
+    """Find what differs, with the incoming and the local value."""
     theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
-    path = format_path(pair.path)
     are_values = theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS
     if are_values and theirs.fixed is None and ours.fixed is None:
         return
     if are_values or theirs.kind != ours.kind:
-        yield Mismatch(
-            path,
-            "can't be written in place" if are_values else "kind",
-            _describe_leaf(incoming, pair.incoming, properties_of),
-            _describe_leaf(local, pair.local, properties_of),
-        )
+        one = _describe_leaf(incoming, pair.incoming, properties_of)
+        two = _describe_leaf(local, pair.local, properties_of)
+        yield "can't be written in place" if are_values else "kind", one, two
         return
     their_specs, our_specs = _specs(incoming, theirs), _specs(local, ours)
     fits = theirs.fixed == ours.fixed and len(their_specs) == len(our_specs)
@@ -202,16 +199,12 @@ def _compare_leaves(
         for name in {**their_properties, **our_properties}:
             one, two = their_properties.get(name, "none"), our_properties.get(name, "none")
             if one != two:
-                yield Mismatch(path, name, *show_difference(one, two))
+                yield name, *show_difference(one, two)
         return
     for a, b in specs:
         if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
-            yield Mismatch(
-                path,
-                "items of the local tensor share memory that items of the incoming tensor do not share",
-                f"strides {list(a.stride)}",
-                f"strides {list(b.stride)}",
-            )
+            what = "items of the local tensor share memory that items of the incoming tensor do not share"
+            yield what, f"strides {list(a.stride)}", f"strides {list(b.stride)}"
 
 
 def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> TensorSpec:
@@ -227,18 +220,13 @@ def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) 
     for pair in tensor_pairs(incoming, local, pairs):
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
         by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
-    for by_movement in by_storage.values():
-        groups = list(by_movement.values())
+    for groups in (list(by_movement.values()) for by_movement in by_storage.values()):
         try:
             if len(groups) > 1:
                 yield from _find_conflicts_between(groups, local)
         except TooIrregular as error:
-            yield Mismatch(
-                format_path(groups[0][0].path),
-                "the local views overlap too irregularly to compare; clone() some of them",
-                "separate values",
-                str(error),
-            )
+            what = "the local views overlap too irregularly to compare; clone() some of them"
+            yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
 
 
 def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
@@ -252,13 +240,11 @@ def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manif
         for pair in group:
             clashes = (other for other in earlier if not are_disjoint(used[pair.local] + used[other.local]))
             if (other := next(clashes, None)) is not None:
-                yield Mismatch(
-                    format_path(pair.path),
+                what = (
                     f"shares local memory with {format_path(other.path)}, but the incoming tensors do not "
-                    "share memory like this; clone() one of them",
-                    "other memory",
-                    "shared memory",
+                    "share memory like this; clone() one of them"
                 )
+                yield Mismatch(format_path(pair.path), what, "other memory", "shared memory")
         earlier += group
 
 
@@ -282,8 +268,7 @@ def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
 
 
 _MAX_WRAPPER_WORDS = 3
-"""Wrappers nest: DistributedDataParallel around a compiled module is `module._orig_mod.`"""
-
+"""DistributedDataParallel around a compiled module is two words: `module._orig_mod.`"""
 _MAX_PREFIXES = 8
 _MAX_KEY_CHARACTERS = 4096
 
@@ -313,7 +298,7 @@ def wrapper_hints(
 
 
 def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tuple[_Words, _Words]]:
-    """Find prefixes of all `wrapped` paths below a parent, such that one path without it is in `bare`."""
+    """Find a parent and a prefix of all `wrapped` paths in it. One path without the prefix is in `bare`."""
     candidates = dict.fromkeys(
         (path[:start], path[start:end])
         for path in wrapped

@@ -57,10 +57,12 @@ def outcome(
             continue
         # A tensor without bytes has no chunks. It is whole.
         found = set().union(*(states.get(part, {ChunkState.WHOLE}) for part in parts))
-        result = (
-            whole if found == {ChunkState.WHOLE} else untouched if found == {ChunkState.UNTOUCHED} else torn
-        )
-        result.append(format_path(path))
+        if found == {ChunkState.WHOLE}:
+            whole.append(format_path(path))
+        elif found == {ChunkState.UNTOUCHED}:
+            untouched.append(format_path(path))
+        else:
+            torn.append(format_path(path))
     return Outcome(tuple(whole), tuple(torn), tuple(untouched))
 
 
@@ -77,9 +79,9 @@ def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[st
 
 
 def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
-    """Return the tensors that have bytes in each extent; all of its storage if views are too irregular.
+    """Return the tensors that have bytes in each extent.
 
-    Then paths may count as torn that are not, but no torn path is missed.
+    If views are too irregular, return all tensors of its storage: then too many paths count as torn.
     """
     try:
         return tensors_by_extent(extents, manifest)

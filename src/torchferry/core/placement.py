@@ -112,8 +112,8 @@ def place_in_local_state(
         placements.append(Placement(tuple(direct), tuple(itemwise)))
     # Scratch memory receives every extent of its tensors.
     in_scratch = {pair.incoming for pair in via_scratch}.union(fresh)
-    for number, (extent, tensors) in enumerate(zip(extents, tensors_of, strict=True)):
-        if in_scratch.intersection(tensors):
+    for number, extent in enumerate(extents):
+        if in_scratch.intersection(tensors_of[number]):
             place = placements[number]
             placements[number] = Placement((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
     return Placements(tuple(placements), tuple(via_scratch))
@@ -147,7 +147,7 @@ def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[lis
     """
     tensors_of: list[list[int]] = [[] for _ in extents]
     number_of = {extent: number for number, extent in enumerate(extents)}
-    # Extents are sorted. `reach` is the end of each one or of those before it.
+    # Extents are sorted. The reach of an extent is the last end among it and those before it.
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()
     for tensor, spec in enumerate(incoming.tensors):

@@ -40,18 +40,25 @@ SENDER: Mapping[SenderState, Set[SenderState]] = {
 
 
 class ReceiverState(Enum):
-    """The state of a receiver."""
+    """The state of a receiver. `phase` is its name in reports and errors.
 
-    DESCRIBING = "describing"  # the local state, while the sender describes its own
-    WAITING = "waiting"  # for the length of a frame
-    HEADER = "header"  # the frame arrives and is decoded
-    COMPARING = "comparing"  # the incoming state with the local one
-    DRAINING = "draining"  # the state does not fit: messages are received and dropped
-    RECEIVING = "receiving"  # messages arrive and are written
-    CHECKING = "checking"  # every message has arrived
-    ASSEMBLING = "assembling"  # containers are built around the received tensors
-    DONE = "done"  # final
-    REJECTED = "rejected"  # final: drained, or the sender refused to send
+    With `messages_pending`, messages may still arrive: if the receiver fails, the group can't be used again.
+    """
+
+    DESCRIBING = "describing", "describe", False  # the local state, while the sender describes its own
+    WAITING = "waiting", "wait", True  # for the length of a frame
+    HEADER = "header", "receive metadata", True  # the frame arrives and is decoded
+    COMPARING = "comparing", "compare", True  # the incoming state with the local one
+    DRAINING = "draining", "compare", True  # the state was rejected: messages are received and dropped
+    RECEIVING = "receiving", "receive tensors", True  # messages arrive and are written
+    CHECKING = "checking", "receive tensors", False  # every message has arrived
+    ASSEMBLING = "assembling", "assemble", False  # containers are built around the received tensors
+    DONE = "done", "", False  # final
+    REJECTED = "rejected", "", False  # final: drained, or the sender refused to send
+
+    def __init__(self, _: str, phase: str, messages_pending: bool) -> None:
+        self.phase = phase
+        self.messages_pending = messages_pending
 
 
 RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
@@ -68,29 +75,6 @@ RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
     ReceiverState.REJECTED: set(),
 }
 """The states that may follow each state of a receiver. Any state may also end with an error."""
-
-PHASES: Mapping[ReceiverState, str] = {
-    ReceiverState.DESCRIBING: "describe",
-    ReceiverState.WAITING: "wait",
-    ReceiverState.HEADER: "receive metadata",
-    ReceiverState.COMPARING: "compare",
-    ReceiverState.DRAINING: "compare",
-    ReceiverState.RECEIVING: "receive tensors",
-    ReceiverState.CHECKING: "receive tensors",
-    ReceiverState.ASSEMBLING: "assemble",
-}
-"""What reports and errors call the states of a receiver."""
-
-MESSAGES_PENDING = frozenset(
-    {
-        ReceiverState.WAITING,
-        ReceiverState.HEADER,
-        ReceiverState.COMPARING,
-        ReceiverState.DRAINING,
-        ReceiverState.RECEIVING,
-    }
-)
-"""If a receiver fails in these states, messages may still arrive, and the group can't be used again."""
 
 StateT = TypeVar("StateT", SenderState, ReceiverState)
 

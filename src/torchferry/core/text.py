@@ -32,10 +32,8 @@ def show(value: object, depth: int = 0) -> str:
     shown = [show(item, depth + 1) for item in islice(value, _MAX_ITEMS)]
     if isinstance(value, dict):
         shown = [f"{key}: {show(item, depth + 1)}" for key, item in zip(shown, value.values(), strict=False)]
-    text = ", ".join([*shown, "…"] if len(value) > _MAX_ITEMS else shown)
-    if isinstance(value, dict):
-        return f"{{{text}}}"
-    return f"[{text}]" if isinstance(value, list) else f"({text})"
+    opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
+    return opening + ", ".join([*shown, "…"] if len(value) > _MAX_ITEMS else shown) + closing
 
 
 def show_name(name: str) -> str:

@@ -60,7 +60,9 @@ def _items(branch: Branch) -> list[tuple[Value, int]]:
 
 def path_bytes(branch: Branch) -> list[int]:
     """Return how many bytes the key of each child adds to a path."""
-    return [len(key) if isinstance(key, str) else 8 for key, _ in _items(branch)]
+    if branch.keys is None:
+        return [8] * len(branch.children)
+    return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
 
 
 Build = Callable[[int, list[object]], object]
@@ -81,7 +83,7 @@ def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -
     """Build the tree with `values`, one for each occurrence, in order."""
     remaining = list(values)
     built: list[object] = []
-    # From the last child to the first, so that the children of a branch are the last ones built.
+    # Backwards: when a branch is reached, its children are the last ones built, the first child at the end.
     for _, child in reversed(list(_walk(manifest))):
         if child >= 0:
             built.append(remaining.pop())
@@ -95,7 +97,7 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
 
     Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
     """
-    # The n-th pair of a local and an incoming child, of which one may be None, becomes branch n.
+    # Pair n is the local and the incoming child that are merged to branch n. One of them may be None.
     pairs: list[tuple[int | None, int | None]] = []
 
     def add(ours: int | None, theirs: int | None) -> int:
@@ -115,9 +117,9 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
         their_children = dict(_items(containers[-1])) if theirs is not None else {}
         keys = tuple(our_children | their_children)
         children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
-        is_list = keys == tuple(range(len(keys)))
-        # A local list cannot have other keys. Then the incoming container is used.
-        chosen = containers[0] if is_list or containers[0].keys is not None else containers[-1]
+        # A list only has the keys 0 to n. For others, the incoming container is used instead of a local list.
+        fits_list = keys == tuple(range(len(keys)))
+        chosen = containers[0] if fits_list or containers[0].keys is not None else containers[-1]
         branches.append(Branch(chosen.kind, children, None if chosen.keys is None else keys, chosen.extra))
     return Manifest(root, tuple(branches), local.leaves, (), ())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from msgspec.msgpack import Encoder
+from msgspec import msgpack
 
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import MAX_DIMS, Branch, Manifest, Special, TensorSpec
@@ -23,8 +23,6 @@ _SECRETLY_HASHED = frozenset({str, Special})
 
 _MANY_TENSORS = 2048
 """Fewer tensors are fast to look up in a table, even if their hashes collide."""
-
-_encoder = Encoder()
 
 
 def validate(manifest: Manifest) -> None:
@@ -58,10 +56,8 @@ def _validate_tree(manifest: Manifest) -> None:
         if child >= 0:
             is_used[child] = 1
         elif ~child <= parent or ~child >= len(branches) or depths[~child]:
-            raise BadManifest(
-                f"branch {~child} can't be the child of branch {parent}: it comes earlier, does not exist or "
-                "has another parent"
-            )
+            reason = "it comes earlier, does not exist or has another parent"
+            raise BadManifest(f"branch {~child} can't be the child of branch {parent}: {reason}")
         else:
             depths[~child], prefix_bytes[~child] = depth, child_path_bytes
 
@@ -122,6 +118,6 @@ def _reject_hash_flood(tensors: Sequence[TensorSpec]) -> None:
         return
     # Find the distinct ones by their encoding: Python hashes bytes with a secret.
     numbers = [(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
-    distinct = dict(zip(map(_encoder.encode, numbers), numbers, strict=True))
+    distinct = dict(zip(map(msgpack.encode, numbers), numbers, strict=True))
     if is_hash_flood(list(distinct.values())):
         raise BadManifest("the shapes and strides of the tensors were chosen to collide in a hash table")
