@@ -7,8 +7,8 @@ A frame is
     8 bytes   XXH3 of the rest, little-endian
     the rest  MessagePack of FrameBody
 
-A sender that can't send its state sends a refusal in the place of a frame: the same preamble with b"TFNO",
-then MessagePack of Refusal.
+A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
+MessagePack of Refusal.
 
 Values that MessagePack lacks are Specials, which stay encoded until `unpack` is called. Decoding checks
 types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty times
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
@@ -27,7 +27,7 @@ from msgspec.msgpack import Decoder, Encoder
 from xxhash import xxh3_64_intdigest
 
 from torchferry.core.extents import ITEM_BYTES
-from torchferry.core.manifest import Branch, Count, Leaf, Manifest, Nested, Special, TensorSpec
+from torchferry.core.manifest import Count, Manifest, Nested, Special
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.push import NONCE_BYTES, Route, TransferId
 from torchferry.core.validation import validate
@@ -37,6 +37,7 @@ MAGIC = b"TFRY"
 REFUSAL_MAGIC = b"TFNO"
 VERSION = 6
 _PREAMBLE = struct.Struct("<4sBQ")
+_MAX_REASON_CHARACTERS = 1000
 
 Digest: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -45,11 +46,11 @@ M = TypeVar("M")
 
 
 class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
-    """A manifest, and what the receiver needs besides.
+    """A manifest, decoded or still encoded, and what else the receiver needs.
 
     The plan depends on `chunk_bytes` and `pack_bytes`. `origin`, `serial` and `nonce` identify the transfer.
-    `digests` has one for each chunk, or is None; with `digest_blocks` they follow the messages instead.
-    `route` is None if the payload comes from the sender and is not forwarded.
+    `digests` has one digest for each chunk. It is None if nothing is verified, or if `digest_blocks` follow
+    the messages. `route` is None if the payload comes from the sender and is not forwarded.
     """
 
     manifest: M
@@ -65,51 +66,32 @@ class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
 
     @property
     def transfer(self) -> TransferId:
-        """What identifies the transfer."""
+        """The identity of the transfer."""
         return TransferId(self.origin, self.serial, self.nonce)
 
 
 Frame: TypeAlias = FrameBody[Manifest]
 
 
-class PackedManifest(Struct, frozen=True, array_like=True):
-    """A manifest whose parts are still encoded."""
+class Refusal(Struct, frozen=True, array_like=True):
+    """Why a sender does not send its state, and the step that it was asked to send, if any."""
 
-    root: int
-    branches: Raw
-    leaves: Raw
-    tensors: Raw
-    storages: Raw
+    reason: str
+    step: int | None = None
 
 
 class EncodedManifest(NamedTuple):
-    """A manifest and the encoding of its parts: branches, leaves, tensors and storages.
-
-    Caches use the encoding as their key. The manifest itself would not do: to Python, 1 equals True.
-    """
+    """A manifest and its encoding. Caches use the encoding as key: to Python, 1 equals True."""
 
     manifest: Manifest
-    parts: tuple[bytes, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What identifies the manifest."""
-        return self.manifest.root, *self.parts
+    data: bytes
 
 
 _encoder = Encoder()
-_packed_decoder = Decoder(FrameBody[PackedManifest])
-_part_decoders: dict[str, Decoder[Any]] = {
-    "branches": Decoder(tuple[Branch, ...]),
-    "leaves": Decoder(tuple[Leaf, ...]),
-    "tensors": Decoder(tuple[TensorSpec, ...]),
-    "storages": Decoder(tuple[Count, ...]),
-}
-PARTS = tuple(_part_decoders)
+_body_decoder = Decoder(FrameBody[Raw])
+_manifest_decoder = Decoder(Manifest)
+_refusal_decoder = Decoder(Refusal)
 _view_decoder = Decoder(memoryview)
-
-DecodePart: TypeAlias = Callable[[str, bytes], Any]
-"""Decodes one part of a manifest, given its name and encoding."""
 
 
 def pack(value: object) -> bytes:
@@ -122,15 +104,15 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
-    """Decode a payload with the decoder of its type.
+    """Decode data of a peer with the decoder of its type.
 
     Raises:
-        BadManifest: the payload has another type.
+        BadManifest: the data has another type.
     """
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"a value in the metadata can't be decoded: {error}") from None
+        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
 
 
 def payload_of(value: Special | Nested) -> bytes | memoryview:
@@ -143,16 +125,13 @@ def payload_of(value: Special | Nested) -> bytes | memoryview:
 
 
 def encode_manifest(manifest: Manifest) -> EncodedManifest:
-    """Encode the parts of a manifest."""
-    return EncodedManifest(manifest, tuple(_encoder.encode(getattr(manifest, name)) for name in PARTS))
+    """Encode a manifest."""
+    return EncodedManifest(manifest, _encoder.encode(manifest))
 
 
 def encode(frame: Frame, encoded: EncodedManifest | None = None) -> bytes:
     """Encode a frame. `encoded` is its manifest, if that is encoded already."""
-    body: object = frame
-    if encoded is not None:
-        parts = dict(zip(PARTS, map(Raw, encoded.parts), strict=True))
-        body = structs.replace(frame, manifest=PackedManifest(frame.manifest.root, **parts))
+    body = frame if encoded is None else structs.replace(frame, manifest=Raw(encoded.data))
     return _with_preamble(MAGIC, body)
 
 
@@ -163,29 +142,27 @@ def _with_preamble(magic: bytes, body: object) -> bytes:
 
 def is_frame(data: bytes) -> bool:
     """Return whether data begins like a frame of any version."""
-    return data[: len(MAGIC)] == MAGIC
+    return data.startswith(MAGIC)
 
 
-def decode(data: bytes) -> Frame:
-    """Decode and check a frame.
+def decode_manifest(data: bytes) -> Manifest:
+    """Decode and validate a manifest.
+
+    Raises:
+        BadManifest: it is malformed, or refers to something that does not exist.
+    """
+    manifest = unpack(data, _manifest_decoder)
+    validate(manifest)
+    return manifest
+
+
+def decode(data: bytes, decode_manifest: Callable[[bytes], Manifest] = decode_manifest) -> Frame:
+    """Decode and check a frame. `decode_manifest` may return a manifest that was decoded before.
 
     Raises:
         BadManifest: it has another version, or it is malformed.
     """
-    body = decode_body(data)
-    return cast(Frame, structs.replace(body, manifest=decode_manifest(body.manifest).manifest))
-
-
-def decode_body(data: bytes) -> FrameBody[PackedManifest]:
-    """Decode and check a frame, but leave the parts of its manifest encoded.
-
-    Raises:
-        BadManifest: it has another version, or it is malformed.
-    """
-    try:
-        body = _packed_decoder.decode(_body(data))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
+    body = unpack(_without_preamble(data), _body_decoder)
     if not ITEM_BYTES <= body.chunk_bytes <= MAX_CHUNK_BYTES:
         raise BadManifest(
             f"the chunk size is {body.chunk_bytes} bytes; {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
@@ -198,48 +175,11 @@ def decode_body(data: bytes) -> FrameBody[PackedManifest]:
         raise BadManifest("digest blocks are announced, but the frame has no nonce to recognise them by")
     if body.digest_blocks and body.digests is not None:
         raise BadManifest("the frame has digests and announces digest blocks: only one is allowed")
-    return body
-
-
-def decode_part(name: str, data: bytes) -> Any:
-    """Decode one part of a manifest.
-
-    Raises:
-        BadManifest: it is malformed.
-    """
-    try:
-        return _part_decoders[name].decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
-
-
-def decode_manifest(packed: PackedManifest, decode_part: DecodePart = decode_part) -> EncodedManifest:
-    """Decode and validate the parts of a manifest.
-
-    Raises:
-        BadManifest: a part is malformed, or refers to something that does not exist.
-    """
-    parts = tuple(bytes(getattr(packed, name)) for name in PARTS)
-    manifest = Manifest(packed.root, *map(decode_part, PARTS, parts))
-    validate(manifest)
-    return EncodedManifest(manifest, parts)
-
-
-_MAX_REASON_CHARACTERS = 1000
-
-
-class Refusal(Struct, frozen=True, array_like=True):
-    """Why a sender does not send its state, and the step that it was asked to send, if any."""
-
-    reason: str
-    step: int | None = None
-
-
-_refusal_decoder = Decoder(Refusal)
+    return cast(Frame, structs.replace(body, manifest=decode_manifest(bytes(body.manifest))))
 
 
 def encode_refusal(reason: str, step: int | None = None) -> bytes:
-    """Encode the refusal that a sender sends in the place of a frame.
+    """Encode the refusal that a sender sends instead of a frame.
 
     >>> decode_refusal(encode_refusal("model.hook: a lambda can't be sent", step=7))
     Refusal(reason="model.hook: a lambda can't be sent", step=7)
@@ -254,14 +194,14 @@ def decode_refusal(data: bytes) -> Refusal | None:
     Raises:
         BadManifest: it is malformed.
     """
-    if data[: len(REFUSAL_MAGIC)] != REFUSAL_MAGIC:
+    if not data.startswith(REFUSAL_MAGIC):
         return None
-    refusal = unpack(_body(data), _refusal_decoder)
+    refusal = unpack(_without_preamble(data), _refusal_decoder)
     reason = refusal.reason[:_MAX_REASON_CHARACTERS]
     return Refusal("".join(char if char.isprintable() else " " for char in reason), refusal.step)
 
 
-def _body(data: bytes) -> memoryview:
+def _without_preamble(data: bytes) -> memoryview:
     """Check the preamble of a frame or refusal, and return the rest."""
     if len(data) < _PREAMBLE.size:
         raise BadManifest(f"the peer's metadata has only {len(data)} bytes")

@@ -25,34 +25,30 @@ PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, st
 
 
 class Pair(NamedTuple):
-    """A path that both states have, and the leaf of each."""
+    """A path that both states have, and the number of its leaf in each."""
 
     path: Path
     incoming: int
     local: int
 
 
-class TensorPair(NamedTuple):
-    """An incoming tensor, and the local tensor that receives it."""
-
-    path: Path
-    incoming: int
-    local: int
+TensorPair: TypeAlias = Pair
+"""A path, the number of an incoming tensor, and the number of the local tensor that receives it."""
 
 
 class Comparison(NamedTuple):
-    """The paths that both states have, the paths that only one has, and the mismatches with possible causes.
+    """The paths that both states have, the paths that only one has, the mismatches, and hints at their cause.
 
-    If `identical`, leaf n and tensor n of one manifest belong to leaf n and tensor n of the other, with the
-    same storages and offsets. Pairs are not listed then.
+    If `identical`, leaf n of one state is paired with leaf n of the other, and so are their tensors and
+    storages. Then pairs are not listed.
     """
 
-    pairs: tuple[Pair, ...]
-    mismatches: tuple[Mismatch, ...]
+    pairs: Sequence[Pair]
+    mismatches: Sequence[Mismatch]
     identical: bool = False
-    incoming_only: tuple[Occurrence, ...] = ()
-    local_only: tuple[Occurrence, ...] = ()
-    hints: tuple[str, ...] = ()
+    incoming_only: Sequence[Occurrence] = ()
+    local_only: Sequence[Occurrence] = ()
+    hints: Sequence[str] = ()
 
 
 def compare(
@@ -60,37 +56,33 @@ def compare(
 ) -> Comparison:
     """Pair the leaves of two states by path, and list all mismatches.
 
-    A path that only the local state has is a mismatch if `strict`; a path that only the incoming state has is
-    one if `extra` is "error". If the states have no path in common, or both have tensors and share none, all
-    paths are mismatches.
+    A path that only the local state has is a mismatch if `strict`, and a path that only the incoming state
+    has if `extra` is "error". All paths are mismatches if the states have no path in common, or both have
+    tensors but no path of a tensor in common.
     """
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
-    local_leaves = dict(occurrences(local))
-    pairs: list[Pair] = []
-    incoming_only: list[Occurrence] = []
-    for path, leaf in occurrences(incoming):
-        if path in local_leaves:
-            pairs.append(Pair(path, leaf, local_leaves.pop(path)))
-        else:
-            incoming_only.append(Occurrence(path, leaf))
-    local_only = [Occurrence(path, leaf) for path, leaf in local_leaves.items()]
+    theirs, ours = occurrences(incoming), dict(occurrences(local))
+    pairs = [Pair(path, leaf, ours[path]) for path, leaf in theirs if path in ours]
+    incoming_only = [each for each in theirs if each.path not in ours]
+    common = {pair.path for pair in pairs}
+    local_only = [Occurrence(path, leaf) for path, leaf in ours.items() if path not in common]
     mismatches: list[Mismatch] = []
     nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
     if extra == "error" or nothing_in_common:
         for path, leaf in incoming_only:
-            theirs = _describe_leaf(incoming, leaf, properties_of)
-            mismatches.append(Mismatch(format_path(path), "no such path here", theirs, "nothing"))
+            described = _describe_leaf(incoming, leaf, properties_of)
+            mismatches.append(Mismatch(format_path(path), "no such path here", described, "nothing"))
     if strict or nothing_in_common:
         for path, leaf in local_only:
-            ours = _describe_leaf(local, leaf, properties_of)
-            mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", ours))
+            described = _describe_leaf(local, leaf, properties_of)
+            mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
     if extra == "fresh" and not strict:
         mismatches += _compare_containers(incoming_only, local_only)
     fitting: list[Pair] = []
     for pair in pairs:
         differences = list(_compare_leaves(incoming, local, pair, properties_of))
-        mismatches += differences
+        mismatches += [Mismatch(format_path(pair.path), *difference) for difference in differences]
         if not differences:
             fitting.append(pair)
     mismatches += _find_conflicts(incoming, local, fitting)
@@ -99,9 +91,7 @@ def compare(
         hints = wrapper_hints(*([each.path for each in some] for some in (incoming_only, local_only, pairs)))
         if incoming_only and extra == "error" and not hints:
             hints = [_EXTRA_HINT]
-    return Comparison(
-        tuple(pairs), tuple(mismatches), False, tuple(incoming_only), tuple(local_only), tuple(hints)
-    )
+    return Comparison(pairs, mismatches, False, incoming_only, local_only, hints)
 
 
 _EXTRA_HINT = (
@@ -111,7 +101,7 @@ _EXTRA_HINT = (
 
 
 def _are_identical(incoming: Manifest, local: Manifest) -> bool:
-    """Return whether two states differ only in values and traits: the usual case, found without paths."""
+    """Return whether two states differ only in values and traits, as they usually do. This needs no paths."""
     return incoming is local or (
         incoming.root == local.root
         and incoming.branches == local.branches
@@ -141,7 +131,7 @@ def _compare_containers(
     incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]
 ) -> Iterator[Mismatch]:
     """Find paths with a value in one state and a container in the other. A merged tree cannot hold both."""
-    theirs, ours = (dict.fromkeys(path for path, _ in only) for only in (incoming_only, local_only))
+    theirs, ours = dict(incoming_only), dict(local_only)
     container, value = "a container", "a value"
     for inner, outer, sides in ((theirs, ours, (container, value)), (ours, theirs, (value, container))):
         found = {path[:depth] for path in inner for depth in range(len(path)) if path[:depth] in outer}
@@ -150,14 +140,12 @@ def _compare_containers(
 
 
 def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[TensorPair]:
-    """List the tensors of pairs that fit."""
-    return [
-        TensorPair(pair.path, theirs, ours)
-        for pair in pairs
-        for theirs, ours in zip(
-            incoming.leaves[pair.incoming].parts, local.leaves[pair.local].parts, strict=False
-        )
-    ]
+    """List the tensors of paired leaves that fit."""
+    found: list[TensorPair] = []
+    for path, theirs, ours in pairs:
+        parts = zip(incoming.leaves[theirs].parts, local.leaves[ours].parts, strict=False)
+        found += [TensorPair(path, *numbers) for numbers in parts]
+    return found
 
 
 def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
@@ -192,41 +180,31 @@ def _specs(manifest: Manifest, leaf: Leaf) -> list[TensorSpec]:
 
 def _compare_leaves(
     incoming: Manifest, local: Manifest, pair: Pair, properties_of: PropertiesOf
-) -> Iterator[Mismatch]:
+) -> Iterator[tuple[str, str, str]]:
+    """Find what differs, with the incoming and the local value."""
     theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
-    path = format_path(pair.path)
     are_values = theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS
     if are_values and theirs.fixed is None and ours.fixed is None:
         return
     if are_values or theirs.kind != ours.kind:
-        yield Mismatch(
-            path,
-            "can't be written in place" if are_values else "kind",
-            _describe_leaf(incoming, pair.incoming, properties_of),
-            _describe_leaf(local, pair.local, properties_of),
-        )
+        one = _describe_leaf(incoming, pair.incoming, properties_of)
+        two = _describe_leaf(local, pair.local, properties_of)
+        yield "can't be written in place" if are_values else "kind", one, two
         return
     their_specs, our_specs = _specs(incoming, theirs), _specs(local, ours)
+    fits = theirs.fixed == ours.fixed and len(their_specs) == len(our_specs)
     specs = list(zip(their_specs, our_specs, strict=False))
-    if (
-        theirs.fixed != ours.fixed
-        or len(their_specs) != len(our_specs)
-        or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs)
-    ):
+    if not fits or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs):
         their_properties, our_properties = properties_of(theirs, their_specs), properties_of(ours, our_specs)
         for name in {**their_properties, **our_properties}:
             one, two = their_properties.get(name, "none"), our_properties.get(name, "none")
             if one != two:
-                yield Mismatch(path, name, *show_difference(one, two))
+                yield name, *show_difference(one, two)
         return
     for a, b in specs:
         if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
-            yield Mismatch(
-                path,
-                "items of the local tensor share memory that items of the incoming tensor do not share",
-                f"strides {list(a.stride)}",
-                f"strides {list(b.stride)}",
-            )
+            what = "items of the local tensor share memory that items of the incoming tensor do not share"
+            yield what, f"strides {list(a.stride)}", f"strides {list(b.stride)}"
 
 
 def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> TensorSpec:
@@ -237,29 +215,24 @@ def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> Tensor
 
 
 def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
-    """Find local bytes that two different incoming values would be written to."""
+    """Find local bytes that would receive two different values."""
     by_storage: defaultdict[int, dict[object, list[TensorPair]]] = defaultdict(dict)
     for pair in tensor_pairs(incoming, local, pairs):
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
         by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
-    for by_movement in by_storage.values():
-        groups = list(by_movement.values())
+    for groups in (list(by_movement.values()) for by_movement in by_storage.values()):
         try:
             if len(groups) > 1:
                 yield from _find_conflicts_between(groups, local)
         except TooIrregular as error:
-            yield Mismatch(
-                format_path(groups[0][0].path),
-                "the local views overlap too irregularly to compare; clone() some of them",
-                "separate values",
-                str(error),
-            )
+            what = "the local views overlap too irregularly to compare; clone() some of them"
+            yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
 
 
 def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
     """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
     used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
-    unions = [union(extent for pair in group for extent in used[pair.local]) for group in groups]
+    unions = [union([extent for pair in group for extent in used[pair.local]]) for group in groups]
     if are_disjoint([extent for extents in unions for extent in extents]):
         return
     earlier: list[TensorPair] = []
@@ -267,21 +240,19 @@ def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manif
         for pair in group:
             clashes = (other for other in earlier if not are_disjoint(used[pair.local] + used[other.local]))
             if (other := next(clashes, None)) is not None:
-                yield Mismatch(
-                    format_path(pair.path),
+                what = (
                     f"shares local memory with {format_path(other.path)}, but the incoming tensors do not "
-                    "share memory like this; clone() one of them",
-                    "other memory",
-                    "shared memory",
+                    "share memory like this; clone() one of them"
                 )
+                yield Mismatch(format_path(pair.path), what, "other memory", "shared memory")
         earlier += group
 
 
 def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
-    """Return a key for where the incoming bytes go: tensors of equal keys write equal values to shared bytes.
+    """Return a key such that tensors of equal keys write equal values to the local bytes that they share.
 
-    Tensors of the same layout on both sides are shifted. Others need the same items, in any order of their
-    dimensions, because tied weights may be transposes of each other.
+    Tensors of the same layout on both sides need the same distance. Others need the same items, in any order
+    of their dimensions, because tied weights may be transposes of each other.
     """
     if same_layout(incoming, local):
         return incoming.storage, local.offset - incoming.offset
@@ -297,8 +268,7 @@ def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
 
 
 _MAX_WRAPPER_WORDS = 3
-"""Wrappers nest: DistributedDataParallel around a compiled module is `module._orig_mod.`"""
-
+"""DistributedDataParallel around a compiled module is two words: `module._orig_mod.`"""
 _MAX_PREFIXES = 8
 _MAX_KEY_CHARACTERS = 4096
 
@@ -308,7 +278,7 @@ _Words = tuple[str, ...]
 def wrapper_hints(
     incoming_only: Iterable[Path], local_only: Iterable[Path], common: Iterable[Path] = ()
 ) -> list[str]:
-    """Return a hint if the unmatched paths of one side share a prefix that those of the other side lack.
+    """Return a hint if one side's unmatched paths have a prefix that those of the other side lack.
 
     Then only one side's model is wrapped, for example by DistributedDataParallel.
 
@@ -328,7 +298,7 @@ def wrapper_hints(
 
 
 def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tuple[_Words, _Words]]:
-    """Find prefixes of all `wrapped` paths below a parent, such that one path without it is in `bare`."""
+    """Find a parent and a prefix of all `wrapped` paths in it. One path without the prefix is in `bare`."""
     candidates = dict.fromkeys(
         (path[:start], path[start:end])
         for path in wrapped

@@ -1,17 +1,18 @@
 """The bytes of a storage that its tensors use, as extents: every used byte is in exactly one extent.
 
-An extent is a run of bytes, or equal runs at regular distances: a column of a million rows is three numbers.
-The bytes between the runs are neither sent nor written. Tensors that overlap share an extent, so a shared
-byte moves once; tensors that only touch do not. Both sides compute the same extents from the same manifest.
+An extent is a run of bytes, or equal runs at regular distances, such as a column of a matrix. The bytes
+between the runs are neither sent nor written. Tensors that overlap share an extent, so that a shared byte is
+sent once; tensors that only touch do not. Both sides compute the same extents from the same manifest.
+
+Every function here raises TooIrregular if it would have to list more than MAX_RUNS runs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
-from operator import lt
 
 from msgspec import Struct
 
@@ -19,13 +20,13 @@ from torchferry.core.manifest import TensorSpec
 from torchferry.core.strides import Repeats, byte_steps, find_pattern, is_nested
 
 MAX_RUNS = 1 << 20
-"""Irregular patterns are listed run by run, which takes about a second for a million runs."""
+"""The limit for irregular patterns, which are listed run by run: a second for a million runs."""
 
 ITEM_BYTES = 16
-"""The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes divides none."""
+"""The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes splits no item."""
 
 Run = tuple[int, int]
-"""(start, end) in a storage."""
+"""(start, end) in a storage, in bytes."""
 
 
 class TooIrregular(ValueError):
@@ -33,17 +34,13 @@ class TooIrregular(ValueError):
 
 
 class Budget:
-    """The number of runs that may still be listed, or extents compared."""
+    """Limits how many runs are listed, or extents compared."""
 
     def __init__(self) -> None:
         self._left = MAX_RUNS
 
     def spend(self, runs: int) -> None:
-        """Deduct runs before they are listed.
-
-        Raises:
-            TooIrregular: fewer are left.
-        """
+        """Deduct runs before they are listed, and raise TooIrregular if fewer are left."""
         self._left -= runs
         if self._left < 0:
             raise TooIrregular(f"more than {MAX_RUNS} runs")
@@ -59,7 +56,7 @@ class Extent(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes in it, without the gaps."""
+        """The number of bytes in the runs, without the gaps."""
         if not self.repeats:
             return self.run_bytes
         return self.run_bytes * prod(count for count, _ in self.repeats)
@@ -77,21 +74,18 @@ def footprint(spec: TensorSpec, budget: Budget | None = None) -> list[Extent]:
     [Extent(storage=0, offset=8, run_bytes=8, repeats=((3, 40),))]
     >>> footprint(TensorSpec("float32", 4, (5,), (0,), 0, 8))
     [Extent(storage=0, offset=8, run_bytes=4, repeats=())]
-
-    Raises:
-        TooIrregular: it needs more than MAX_RUNS runs.
     """
     pattern = find_pattern(spec.shape, spec.stride, spec.itemsize)
-    if not pattern.items:
+    if not pattern.span_bytes:
         return []
-    if pattern.repeats is None:
-        steps = byte_steps(spec.shape, spec.stride, spec.itemsize)
-        return _find_extents(spec.storage, _list_runs(spec.offset, spec.itemsize, steps, budget or Budget()))
-    return [Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)]
+    if pattern.repeats is not None:
+        return [Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)]
+    steps = byte_steps(spec.shape, spec.stride, spec.itemsize)
+    return _find_extents(spec.storage, _list_runs(spec.offset, spec.itemsize, steps, budget or Budget()))
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
-    """Return whether two items of the tensor share memory. True too if the strides are too irregular to tell.
+    """Return whether two items of the tensor share memory; True if the strides are too irregular to tell.
 
     >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
     False
@@ -104,29 +98,18 @@ def overlaps_itself(spec: TensorSpec) -> bool:
 
 
 def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
-    """Return the extents that the tensors use, sorted by storage and offset.
-
-    Raises:
-        TooIrregular: views overlap in more than MAX_RUNS runs.
-    """
+    """Return the extents that the tensors use, sorted by storage and offset."""
     budget = Budget()
-    found = [extent for spec in tensors for extent in footprint(spec, budget)]
-    storages = [extent.storage for extent in found]
-    if all(map(lt, storages, storages[1:])):
-        # Nearly always, each tensor has a storage of its own.
-        return found
     by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
-    for extent in found:
-        by_storage[extent.storage].append(extent)
+    for spec in tensors:
+        by_storage[spec.storage] += footprint(spec, budget)
     return [extent for storage in sorted(by_storage) for extent in union(by_storage[storage], budget)]
 
 
-def union(extents: Iterable[Extent], budget: Budget | None = None) -> list[Extent]:
-    """Merge extents of one storage so that every byte is in exactly one of them.
-
-    Raises:
-        TooIrregular: they overlap in more than MAX_RUNS runs.
-    """
+def union(extents: Collection[Extent], budget: Budget | None = None) -> list[Extent]:
+    """Merge extents of one storage so that every byte is in exactly one of them."""
+    if len(extents) <= 1:
+        return list(extents)
     budget = budget or Budget()
     merged: list[Extent] = []
     overlapping: list[Extent] = []
@@ -141,11 +124,7 @@ def union(extents: Iterable[Extent], budget: Budget | None = None) -> list[Exten
 
 
 def are_disjoint(extents: Sequence[Extent], budget: Budget | None = None) -> bool:
-    """Return whether no two of these extents of one storage share a byte.
-
-    Raises:
-        TooIrregular: they overlap in more than MAX_RUNS runs.
-    """
+    """Return whether no two of these extents of one storage share a byte."""
     used_bytes = sum(extent.nbytes for extent in union(extents, budget))
     return used_bytes == sum(extent.nbytes for extent in extents)
 
@@ -179,7 +158,7 @@ def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
 
 
 def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
-    """Merge extents whose spans overlap. The common cases are fast; the others are listed run by run."""
+    """Merge extents whose spans overlap. The common cases are fast; other patterns are listed run by run."""
     if len(extents) <= 1:
         return extents
     storage = extents[0].storage
@@ -189,7 +168,7 @@ def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
         return [Extent(storage, start, end - start) for start, end in runs]
     repeats = patterns[0].repeats
     if not runs and all(e.repeats == repeats for e in patterns):
-        # Columns of one matrix: every row has the same columns, so merging those of one row is enough.
+        # Columns of one matrix: it is enough to merge the columns of one row.
         columns = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
         if is_nested(columns[-1][1] - columns[0][0], repeats):
             return [Extent(storage, start, end - start, repeats) for start, end in columns]
@@ -216,7 +195,7 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
 
 
 def _list_runs(offset: int, run_bytes: int, repeats: Iterable[tuple[int, int]], budget: Budget) -> list[Run]:
-    """List the runs that start with the one at `offset`, for repeats in any pattern, narrowest first."""
+    """List the runs of a pattern that begins at `offset`. Repeats are given narrowest first."""
     runs: list[Run] = [(offset, offset + run_bytes)]
     for count, step in repeats:
         budget.spend(len(runs) * count)

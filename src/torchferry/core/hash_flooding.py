@@ -1,27 +1,24 @@
 """Detects keys that a peer chose to make Python's dicts and sets slow.
 
 A dict or set probes a sequence of slots that follows from a key's hash. Python hashes str and bytes with a
-secret, but numbers and tuples of numbers without one. So a peer can choose numbers with different hashes that
-all probe the same slots: inserting a hundred thousand of them takes minutes and blocks the process.
-
-So the probes are counted here beforehand, exactly, in less than a microsecond per key. A time limit would
-reject harmless states on a slow machine.
+secret, but numbers and tuples of numbers without one. So a peer can choose numbers that all probe the same
+slots: inserting a hundred thousand of them blocks the process for minutes. The exact number of probes is
+counted here first, in a few microseconds per key. A time limit would reject harmless keys on a slow machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
-from operator import eq
 
 MAX_PROBES = 32
-"""Average per key. Ordinary keys need one or two, and thirteen if their hashes differ only in upper bits."""
+"""The limit on average. Ordinary keys need one or two, or thirteen if hashes differ only in upper bits."""
 
 _MIN_KEYS = 128
 """Fewer keys are fast to insert, whatever their hashes."""
 
 _SET_NEIGHBOURS = 9
-"""The slots after the first that a set tries before it probes further. A dict tries none."""
+"""The slots after each one that a set tries before it probes further. A dict tries none."""
 
 
 def is_hash_flood(
@@ -40,7 +37,7 @@ def is_hash_flood(
         TypeError: a key is not hashable.
     """
     count = len(keys)
-    if count <= _MIN_KEYS or _are_ordinary(keys, secretly_hashed):
+    if count <= _MIN_KEYS or secretly_hashed.issuperset(map(type, keys)):
         return False
     bits = _MIN_KEYS.bit_length()
     # A dict grows when it is two thirds full.
@@ -48,23 +45,9 @@ def is_hash_flood(
         if exceeds_probes(islice(keys, capacity), MAX_PROBES * capacity, bits):
             return True
         bits += 1
-    limit = MAX_PROBES * count
-    # A dict whose first keys are strings and later ones are not grows once more.
-    return (
-        exceeds_probes(keys, limit, bits)
-        or exceeds_probes(keys, limit, bits + 1)
-        or exceeds_probes(keys, limit, (2 * count).bit_length(), _SET_NEIGHBOURS)
-    )
-
-
-def _are_ordinary(keys: Sequence[Hashable], secretly_hashed: frozenset[type]) -> bool:
-    """Return whether the keys are strings, or consecutive integers in order, as in nearly every dict."""
-    types = set(map(type, keys))
-    if types <= secretly_hashed:
-        return True
-    first = keys[0]
-    # Compared one by one, because a list of the range would take a multiple of a hostile frame's memory.
-    return types == {int} and isinstance(first, int) and all(map(eq, keys, range(first, first + len(keys))))
+    # A dict whose first keys are strings and later ones are not grows once more. The last table is a set's.
+    tables = ((bits, 0), (bits + 1, 0), ((2 * count).bit_length(), _SET_NEIGHBOURS))
+    return any(exceeds_probes(keys, MAX_PROBES * count, *table) for table in tables)
 
 
 def exceeds_probes(keys: Iterable[Hashable], limit: int, bits: int, neighbours: int = 0) -> bool:

@@ -1,9 +1,8 @@
-"""The description of a state without its bytes: plain data, typed to the last field.
+"""The description of a state without its bytes: plain data with a type for every field.
 
-The decoder rejects wrong types before it allocates, so a decoded manifest is a bounded multiple of its frame.
-Branches refer to each other by number, so no code recurses over a peer's tree. Two leaves with the same
-tensor are one object; two tensors with the same storage share memory. Extents are computed from the tensors
-(`extents.extents_of`), so a manifest cannot claim wrong ones.
+The decoder checks types before it allocates, so the size of a decoded manifest is limited by that of its
+frame. Branches refer to each other by number, so no code recurses over a peer's tree. Two leaves with the
+same tensor are one object. Two tensors with the same storage share memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ KindName: TypeAlias = Annotated[str, Meta(min_length=4, max_length=32)]
 
 
 class Special(Struct, frozen=True, array_like=True, gc=False):
-    """A value that MessagePack lacks: a code for its type, and its encoding, which is hashable."""
+    """A value that MessagePack lacks: a code for its type, and its encoding."""
 
     code: Code
     data: bytes
@@ -59,8 +58,8 @@ class TensorSpec(Struct, frozen=True, array_like=True, gc=False):
 class Leaf(Struct, frozen=True, array_like=True, gc=False):
     """One value of the state. `parts` are the numbers of its tensors.
 
-    A local leaf must have the same `fixed` (placements, sparse size, …) but keeps its own `traits`
-    (requires_grad, mesh, …). For the kind "value", `traits` is the value.
+    To be overwritten, a local leaf must have the same `fixed` (placements, sparse size, …). It keeps its own
+    `traits` (requires_grad, mesh, …).
     """
 
     kind: KindName
@@ -89,12 +88,12 @@ class Manifest(Struct, frozen=True, array_like=True):
 
 
 MAX_DIMS = 128
-"""The most dimensions a tensor may have."""
+"""The most dimensions of a tensor."""
 
+# The kinds of leaves without tensors.
 VALUE = "value"
-"""The kind of a leaf without tensors."""
+"""`traits` is the value."""
 PICKLED = "pickled"
-"""The kind of a pickled leaf: `traits` is the pickle, `fixed` is True if the object holds tensors."""
+"""`traits` is the pickle. `fixed` is True if the object holds tensors."""
 OPAQUE = "opaque"
-"""The kind of a local leaf that cannot be sent. `traits` describes it. `fixed` says why it cannot be
-overwritten, or is None if it can."""
+"""A local leaf that can't be sent. `traits` describes it. `fixed` is None, or why it can't be overwritten."""

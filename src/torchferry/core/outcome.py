@@ -41,28 +41,29 @@ def outcome(
 ) -> Outcome:
     """Return what happened to each path that both sides have, given the state of each chunk.
 
-    The tensors in `unfinished` are not whole although all their chunks are: they are copied from scratch
-    memory when everything has arrived. `paired` lists the paths that both sides have; None means all.
+    The tensors in `unfinished` are still to be copied from scratch memory, so they are not whole even if
+    their chunks are. `paired` lists the paths that both sides have; None means all.
     """
     users = _users(plan.extents, manifest)
-    fates: defaultdict[int, set[str]] = defaultdict(set)
+    states: defaultdict[int, set[int]] = defaultdict(set)
     for chunk, state in zip(plan.chunks, chunks, strict=True):
         for tensor in users[chunk.extent]:
-            if state == ChunkState.UNTOUCHED:
-                fates[tensor].add("untouched")
-            elif state == ChunkState.WHOLE and tensor not in unfinished:
-                fates[tensor].add("whole")
-            else:
-                fates[tensor].add("torn")
-    found: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
+            is_unfinished = state == ChunkState.WHOLE and tensor in unfinished
+            states[tensor].add(ChunkState.WRITTEN if is_unfinished else state)
+    whole, torn, untouched = list[str](), list[str](), list[str]()
     for path, number in occurrences(manifest):
         parts = manifest.leaves[number].parts
         if not parts or (paired is not None and path not in paired):
             continue
         # A tensor without bytes has no chunks. It is whole.
-        seen = set().union(*(fates.get(part, {"whole"}) for part in parts))
-        found[seen.pop() if len(seen) == 1 else "torn"].append(format_path(path))
-    return Outcome(tuple(found["whole"]), tuple(found["torn"]), tuple(found["untouched"]))
+        found = set().union(*(states.get(part, {ChunkState.WHOLE}) for part in parts))
+        if found == {ChunkState.WHOLE}:
+            whole.append(format_path(path))
+        elif found == {ChunkState.UNTOUCHED}:
+            untouched.append(format_path(path))
+        else:
+            torn.append(format_path(path))
+    return Outcome(tuple(whole), tuple(torn), tuple(untouched))
 
 
 def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[str]:
@@ -82,8 +83,7 @@ def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[st
 def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
     """Return the tensors that have bytes in each extent.
 
-    If their views are too irregular, return all tensors of the storage: then more paths count as torn than
-    are, but never fewer.
+    If views are too irregular, return all tensors of its storage: then too many paths count as torn.
     """
     try:
         return tensors_by_extent(extents, manifest)

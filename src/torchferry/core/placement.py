@@ -1,11 +1,10 @@
 """Decides where the bytes of each extent go in a local state.
 
 There are three ways, best first:
-- Direct: copy the extent's bytes to a fixed distance in a local storage. This needs every byte of the extent
-  to belong to a paired tensor, because it overwrites all of them.
+- Direct: copy the extent as it is into a local storage. Every byte of it must belong to a paired tensor.
 - Itemwise: copy item by item into a local tensor of another layout, chunk by chunk.
-- Via scratch: receive into scratch memory of the tensor's size and copy it at the end, if its items have no
-  order in memory.
+- Via scratch: receive the whole tensor into scratch memory and copy it at the end, if its items have no order
+  in memory.
 
 An extent with no placement is received and dropped.
 """
@@ -29,7 +28,7 @@ from torchferry.errors import BadManifest
 
 
 class Direct(Struct, frozen=True, gc=False):
-    """Copy to the incoming offset plus `delta` of a local storage. Storage ~n is the scratch of storage n."""
+    """Copy to the incoming offset plus `delta` of a local storage. Storage ~n is scratch memory for n."""
 
     storage: int
     delta: int
@@ -38,8 +37,7 @@ class Direct(Struct, frozen=True, gc=False):
 class Itemwise(Struct, frozen=True, gc=False):
     """Copy the items of an incoming tensor into a local tensor.
 
-    If `covers`, the tensor is the whole extent, and item n is at n * itemsize of its bytes. Otherwise the
-    extent is one run, and items are found by their address.
+    If `covers`, the tensor is the whole extent, so its items are found by position, otherwise by address.
     """
 
     incoming: int
@@ -57,7 +55,7 @@ class Placement(Struct, frozen=True, gc=False):
 class Placements(NamedTuple):
     """A placement for each extent of the plan, and the tensors to copy from scratch memory at the end.
 
-    If `same_layout`, storages and offsets are those of the sender, and placements are not listed.
+    If `same_layout`, storages and offsets are those of the sender, and `by_extent` is empty.
     """
 
     by_extent: tuple[Placement, ...]
@@ -106,15 +104,16 @@ def place_in_local_state(
         itemwise: list[Itemwise] = []
         for pair in (pair for pair in paired if pair not in completed):
             covers = pair.incoming in covering
-            if memory_order(incoming.tensors[pair.incoming]) is not None and (covers or not extent.repeats):
+            has_order = memory_order(incoming.tensors[pair.incoming]) is not None
+            if has_order and (covers or not extent.repeats):
                 itemwise.append(Itemwise(pair.incoming, pair.local, covers))
             else:
                 via_scratch[pair] = None
         placements.append(Placement(tuple(direct), tuple(itemwise)))
     # Scratch memory receives every extent of its tensors.
     in_scratch = {pair.incoming for pair in via_scratch}.union(fresh)
-    for number, (extent, tensors) in enumerate(zip(extents, tensors_of, strict=True)):
-        if in_scratch.intersection(tensors):
+    for number, extent in enumerate(extents):
+        if in_scratch.intersection(tensors_of[number]):
             place = placements[number]
             placements[number] = Placement((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
     return Placements(tuple(placements), tuple(via_scratch))
@@ -129,30 +128,26 @@ def _direct_places(
 ) -> dict[Direct, list[TensorPair]]:
     """Find where an extent can be copied as a whole, and the pairs that each copy completes.
 
-    The pairs at one distance must cover the extent: one of them alone, or all tensors in it together.
+    The pairs of one place must cover the extent: one of them alone, or all tensors in it together.
     """
-    candidates: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
+    places: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
     for pair in pairs:
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
         if same_layout(theirs, ours):
-            candidates[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
-    found: dict[Direct, list[TensorPair]] = {}
-    for place, members in candidates.items():
-        moved = {pair.incoming for pair in members}
-        if moved & covering or moved == set(tensors):
-            found[place] = members
-    return found
+            places[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
+    moved = {place: {pair.incoming for pair in members} for place, members in places.items()}
+    return {p: places[p] for p in places if moved[p] & covering or moved[p] == set(tensors)}
 
 
 def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
     """List, for each extent, the tensors that have bytes in it.
 
     Raises:
-        TooIrregular: too many tensors overlap extents without being one.
+        TooIrregular: it would take too many comparisons.
     """
     tensors_of: list[list[int]] = [[] for _ in extents]
     number_of = {extent: number for number, extent in enumerate(extents)}
-    # Extents are sorted. `reach` is the end of each one or of those before it.
+    # Extents are sorted. The reach of an extent is the last end among it and those before it.
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()
     for tensor, spec in enumerate(incoming.tensors):

@@ -13,14 +13,14 @@ from torchferry.core.push import DigestBlock
 CHUNK_BYTES = 8 << 20
 """Larger extents are split. Below 4 MiB, chunks are slower through gloo; larger ones need more memory."""
 RELAY_CHUNK_BYTES = 1 << 20
-"""The same if receivers forward chunks, which delays the last one by a chunk per receiver."""
+"""The same if receivers forward chunks: each receiver delays the next one by a chunk."""
 MAX_CHUNK_BYTES = 1 << 30
 """The largest chunk that a peer may ask for: staging memory holds whole chunks."""
 
 WINDOW_BYTES = 32 << 20
 """The most bytes staged at once: enough to keep the link busy while the oldest message completes."""
 IN_PLACE_WINDOW_BYTES = 1 << 30
-"""The most bytes in flight that need no staging memory. A link that knows of more messages waits less."""
+"""The most bytes in flight that need no staging memory. A link is idle less if more messages are posted."""
 
 PACK_BYTES = 128 << 10
 """Smaller extents are packed: copying so few bytes twice costs less than a message."""
@@ -37,7 +37,7 @@ BLOCK_MESSAGES = 64
 BLOCK_CHUNKS = 1 << 14
 """The chunks per digest block, which limits the size of the blocks of packed messages."""
 BLOCK_LAG = 8
-"""The messages sent between a digest block and its last message, while the sender hashes that message."""
+"""How many messages a digest block is sent after its last message, which is hashed meanwhile."""
 
 MAX_MESSAGES = 1 << 18
 """The most messages of a plan: 2 TiB in chunks. A hostile manifest could ask for any number."""
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return {self.chunks[message.first].piece.storage for message in unpacked}
 
     def sequence(self, *, digest_blocks: bool) -> list[Message | DigestBlock]:
-        """Return the messages in order, and the digest blocks if asked for, each BLOCK_LAG messages later."""
+        """Return the messages, and with `digest_blocks` also the digest blocks, in order."""
         if not digest_blocks:
             return list(self.messages)
         sequence: list[Message | DigestBlock] = []
@@ -110,8 +110,8 @@ def make_plan(
 ) -> Plan:
     """Plan the transfer of a state: extents below `pack_bytes` are packed, those above a chunk are split.
 
-    Without `pack_bytes`, the sender packs if there are `pack_from` small extents. The receiver passes the
-    sender's `Plan.pack_bytes`.
+    The receiver passes the sender's `pack_bytes`. The sender passes None, and packs if there are at least
+    `pack_from` small extents.
 
     Raises:
         TooIrregular: views overlap in a pattern too irregular to list.
@@ -127,7 +127,7 @@ def make_plan(
     large = [number for number, size in enumerate(sizes) if size >= pack_bytes]
     chunks = [Chunk(number, extents[number], 0, sizes[number]) for number in small]
     messages = _pack(chunks, max(min(PACKED_BYTES, chunk_bytes), pack_bytes))
-    # A lower bound of the count, which refuses a hostile manifest before its chunks are listed.
+    # There are at least so many. This rejects a hostile manifest before its chunks are listed.
     _check_count(len(messages) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)
     for number in large:
         position = 0

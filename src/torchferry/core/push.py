@@ -2,15 +2,14 @@
 
 A sender sends the length of a frame, the frame (`codec`), and then the messages of the plan (`plan`), in
 order. If the state is small, the frame has the digests of all chunks. Otherwise digest blocks follow the
-messages, so that the first byte need not wait for the last one to be hashed. A sender or a forwarding
-receiver that fails sends an abort in the place of the next message. `docs/protocol.md` has the protocol on
-one page.
+messages, so that sending begins before the state is hashed. A sender or a forwarding receiver that fails
+sends an abort instead of the next message. `docs/protocol.md` has the protocol on one page.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,38 +23,45 @@ class SenderState(Enum):
     """The state of a sender towards one receiver."""
 
     DESCRIBING = "describing"  # nothing is sent yet
-    REFUSED = "refused"  # final: a refusal took the place of the frame
-    SENDING = "sending"  # the frame, and the payload if the receiver gets it from this sender
+    REFUSED = "refused"  # final: a refusal was sent instead of the frame
+    SENDING = "sending"  # the frame, and the payload if the receiver does not get it from another receiver
     ABORTED = "aborted"  # final: the receiver was told that no more messages follow
     SENT = "sent"  # final: the link has every byte
 
 
-SENDER: Mapping[SenderState, frozenset[SenderState]] = {
-    SenderState.DESCRIBING: frozenset({SenderState.REFUSED, SenderState.SENDING}),
-    SenderState.SENDING: frozenset({SenderState.SENT, SenderState.ABORTED}),
-    SenderState.REFUSED: frozenset(),
-    SenderState.ABORTED: frozenset(),
-    SenderState.SENT: frozenset(),
+SENDER: Mapping[SenderState, Set[SenderState]] = {
+    SenderState.DESCRIBING: {SenderState.REFUSED, SenderState.SENDING},
+    SenderState.SENDING: {SenderState.SENT, SenderState.ABORTED},
+    SenderState.REFUSED: set(),
+    SenderState.ABORTED: set(),
+    SenderState.SENT: set(),
 }
 """The states that may follow each state of a sender. Any state may also end with an error."""
 
 
 class ReceiverState(Enum):
-    """The state of a receiver."""
+    """The state of a receiver. `phase` is its name in reports and errors.
 
-    DESCRIBING = "describing"  # the local state, while the sender describes its own
-    WAITING = "waiting"  # for the length of a frame
-    HEADER = "header"  # the frame arrives and is decoded
-    COMPARING = "comparing"  # the incoming state with the local one
-    DRAINING = "draining"  # the state does not fit: messages are received and dropped
-    RECEIVING = "receiving"  # messages arrive and are written
-    CHECKING = "checking"  # every message has arrived
-    ASSEMBLING = "assembling"  # containers are built around the received tensors
-    DONE = "done"  # final
-    REJECTED = "rejected"  # final: drained, or the sender refused to send
+    With `messages_pending`, messages may still arrive: if the receiver fails, the group can't be used again.
+    """
+
+    DESCRIBING = "describing", "describe", False  # the local state, while the sender describes its own
+    WAITING = "waiting", "wait", True  # for the length of a frame
+    HEADER = "header", "receive metadata", True  # the frame arrives and is decoded
+    COMPARING = "comparing", "compare", True  # the incoming state with the local one
+    DRAINING = "draining", "compare", True  # the state was rejected: messages are received and dropped
+    RECEIVING = "receiving", "receive tensors", True  # messages arrive and are written
+    CHECKING = "checking", "receive tensors", False  # every message has arrived
+    ASSEMBLING = "assembling", "assemble", False  # containers are built around the received tensors
+    DONE = "done", "", False  # final
+    REJECTED = "rejected", "", False  # final: drained, or the sender refused to send
+
+    def __init__(self, _: str, phase: str, messages_pending: bool) -> None:
+        self.phase = phase
+        self.messages_pending = messages_pending
 
 
-_FOLLOWING = {
+RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
     ReceiverState.DESCRIBING: {ReceiverState.WAITING},
     ReceiverState.WAITING: {ReceiverState.HEADER},
     # A refusal of an earlier step is skipped, and the receiver waits again.
@@ -65,47 +71,20 @@ _FOLLOWING = {
     ReceiverState.RECEIVING: {ReceiverState.CHECKING},
     ReceiverState.CHECKING: {ReceiverState.ASSEMBLING},
     ReceiverState.ASSEMBLING: {ReceiverState.DONE},
-    ReceiverState.DONE: set[ReceiverState](),
-    ReceiverState.REJECTED: set[ReceiverState](),
-}
-RECEIVER: Mapping[ReceiverState, frozenset[ReceiverState]] = {
-    state: frozenset(following) for state, following in _FOLLOWING.items()
+    ReceiverState.DONE: set(),
+    ReceiverState.REJECTED: set(),
 }
 """The states that may follow each state of a receiver. Any state may also end with an error."""
-
-PHASES: Mapping[ReceiverState, str] = {
-    ReceiverState.DESCRIBING: "describe",
-    ReceiverState.WAITING: "wait",
-    ReceiverState.HEADER: "receive metadata",
-    ReceiverState.COMPARING: "compare",
-    ReceiverState.DRAINING: "compare",
-    ReceiverState.RECEIVING: "receive tensors",
-    ReceiverState.CHECKING: "receive tensors",
-    ReceiverState.ASSEMBLING: "assemble",
-}
-"""What reports and errors call the states of a receiver."""
-
-MESSAGES_PENDING = frozenset(
-    {
-        ReceiverState.WAITING,
-        ReceiverState.HEADER,
-        ReceiverState.COMPARING,
-        ReceiverState.DRAINING,
-        ReceiverState.RECEIVING,
-    }
-)
-"""If a receiver fails in one of these states, messages of the transfer may still arrive, and the group can't
-be used again."""
 
 StateT = TypeVar("StateT", SenderState, ReceiverState)
 
 
 class Machine(Generic[StateT]):
-    """The current state of one end, held to its table."""
+    """The current state of one end. It only changes as the table allows."""
 
-    def __init__(self, table: Mapping[StateT, frozenset[StateT]], start: StateT) -> None:
+    def __init__(self, table: Mapping[StateT, Set[StateT]], start: StateT) -> None:
         self.state: StateT = start
-        self._table: Mapping[StateT, frozenset[StateT]] = table
+        self._table: Mapping[StateT, Set[StateT]] = table
 
     def advance(self, to: StateT) -> None:
         """Enter the next state."""
@@ -117,7 +96,7 @@ NONCE_BYTES = 16
 
 
 class TransferId(NamedTuple):
-    """What tells transfers apart: the sending rank, its number for the transfer, and random bytes."""
+    """The identity of a transfer: the sending rank, its number for the transfer, and random bytes."""
 
     origin: int
     serial: int
@@ -141,12 +120,12 @@ def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
     >>> chain(0, [4, 2])
     {4: Route(source=0, next=2, before=()), 2: Route(source=4, next=None, before=())}
     """
-    sources = (origin, *receivers)
-    followers = (*receivers[1:], None)
-    return {
-        receiver: Route(source, follower, tuple(reversed(receivers[: max(place - 1, 0)])))
-        for place, (receiver, source, follower) in enumerate(zip(receivers, sources, followers, strict=False))
-    }
+    routes: dict[int, Route] = {}
+    passed = [origin]  # the nearest to the receiver first
+    for receiver, follower in zip(receivers, (*receivers[1:], None), strict=False):
+        routes[receiver] = Route(passed[0], follower, tuple(passed[1:-1]))
+        passed.insert(0, receiver)
+    return routes
 
 
 _ABORT = b"torchferry:abort"
@@ -154,27 +133,23 @@ ABORT_BYTES = len(_ABORT) + NONCE_BYTES + 8
 
 
 def encode_abort(nonce: bytes, failed_rank: int) -> bytes:
-    """Encode the abort that takes the place of a transfer's next message.
+    """Encode the abort that is sent instead of a transfer's next message.
 
     >>> decode_abort(encode_abort(bytes(NONCE_BYTES), 3) + b"more", bytes(NONCE_BYTES))
     3
     """
-    return _ABORT + nonce + struct.pack("<Q", failed_rank)
+    return _ABORT + nonce + failed_rank.to_bytes(8, "little")
 
 
 def decode_abort(head: bytes, nonce: bytes) -> int | None:
     """Return the failed rank if a message begins with an abort of this transfer, else None."""
     if not nonce or len(head) < ABORT_BYTES or not head.startswith(_ABORT + nonce):
         return None
-    (failed_rank,) = struct.unpack_from("<Q", head, ABORT_BYTES - 8)
-    return int(failed_rank)
+    return int.from_bytes(head[ABORT_BYTES - 8 : ABORT_BYTES], "little")
 
 
 class DigestBlock(Struct, frozen=True, gc=False):
-    """A message with the digests of the chunks from `first` to `end`.
-
-    The last one also says whether the state changed. A block is long enough for an abort.
-    """
+    """The digests of the chunks from `first` to `end`. The last block says whether the state changed."""
 
     first: int
     end: int
@@ -182,16 +157,8 @@ class DigestBlock(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Its size on the wire."""
+        """The size on the wire. An abort fits too, because it may be sent instead."""
         return max(NONCE_BYTES + 8 * (self.end - self.first + 1), ABORT_BYTES)
-
-
-class Digests(NamedTuple):
-    """The content of a digest block."""
-
-    nonce: bytes
-    digests: tuple[int, ...]
-    changed: bool
 
 
 def encode_block(block: DigestBlock, digests: Sequence[int], nonce: bytes, *, changed: bool = False) -> bytes:
@@ -199,11 +166,11 @@ def encode_block(block: DigestBlock, digests: Sequence[int], nonce: bytes, *, ch
     return (nonce + struct.pack(f"<{len(digests) + 1}Q", changed, *digests)).ljust(block.nbytes, b"\0")
 
 
-def decode_block(block: DigestBlock, data: bytes) -> Digests:
-    """Decode a digest block."""
+def decode_block(block: DigestBlock, data: bytes) -> tuple[bytes, tuple[int, ...], bool]:
+    """Return the nonce and the digests of a block, and whether the state changed."""
     count = block.end - block.first
     changed, *digests = struct.unpack_from(f"<{count + 1}Q", data, NONCE_BYTES)
-    return Digests(data[:NONCE_BYTES], tuple(digests), changed != 0)
+    return data[:NONCE_BYTES], tuple(digests), changed != 0
 
 
 HASH_FIRST_BYTES = 1 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WAIT = "wait"
-
 
 @dataclass(frozen=True)
 class Report:
@@ -44,7 +42,7 @@ class Report:
     @property
     def bytes_per_second(self) -> float:
         """Payload over the time of all phases but "wait"; 0 if there was no time."""
-        busy_s = self.seconds - self.phases_s.get(_WAIT, 0.0)
+        busy_s = self.seconds - self.phases_s.get("wait", 0.0)
         return self.payload_bytes / busy_s if busy_s > 0 else 0.0
 
     def __str__(self) -> str:

@@ -11,20 +11,19 @@ from msgspec import Struct
 from torchferry.core.manifest import TensorSpec
 
 Repeats = tuple[tuple[int, int], ...]
-"""(count, stride in bytes) of each level of repetition, widest stride first."""
+"""(count, stride in bytes) for each level of repetition, widest stride first."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(start, size) in each dimension."""
 
 
 class Pattern(Struct, frozen=True, gc=False):
-    """The bytes that a tensor uses, relative to its first item.
+    """The bytes that a tensor uses: a run of `run_bytes` at its first item, repeated.
 
-    `span_bytes` is the distance from the start of the first item to the end of the last. The used bytes are
-    `run_bytes` bytes, repeated. `repeats` is None if no single pattern describes them.
+    `span_bytes` is the distance from the start of the first item to the end of the last; 0 if there are no
+    items. `repeats` is None if no single pattern describes the bytes.
     """
 
-    items: int
     span_bytes: int
     run_bytes: int
     repeats: Repeats | None
@@ -33,9 +32,8 @@ class Pattern(Struct, frozen=True, gc=False):
 @lru_cache(maxsize=4096)
 def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Pattern:
     """Return the pattern of a tensor's bytes. Cached: thousands of tensors have a few dozen patterns."""
-    items = prod(shape)
-    if items == 0:
-        return Pattern(0, 0, 0, ())
+    if 0 in shape:
+        return Pattern(0, 0, ())
     steps = byte_steps(shape, stride, itemsize)
     span_bytes = itemsize + sum((count - 1) * step for count, step in steps)
     run = reach = itemsize
@@ -44,29 +42,26 @@ def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int)
         if not repeats and step <= run:
             run += (count - 1) * step
         elif step < reach:
-            return Pattern(items, span_bytes, itemsize, None)
+            return Pattern(span_bytes, itemsize, None)
         elif repeats and step == repeats[-1][0] * repeats[-1][1]:
             repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
         else:
             repeats.append((count, step))
         reach += (count - 1) * step
-    return Pattern(items, span_bytes, run, tuple(reversed(repeats)))
+    return Pattern(span_bytes, run, tuple(reversed(repeats)))
 
 
 def byte_steps(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
     """Return (count, stride in bytes) of the dimensions that step through memory, narrowest first."""
-    steps = zip(shape, stride, strict=True)
-    return sorted(
-        ((count, step * itemsize) for count, step in steps if count > 1 and step > 0),
-        key=lambda repeat: (repeat[1], repeat[0]),
-    )
+    dims = zip(stride, shape, strict=True)
+    return [(count, step * itemsize) for step, count in sorted(dims) if count > 1 and step > 0]
 
 
 def memory_order(spec: TensorSpec) -> list[int] | None:
     """Return the dimensions that step through memory, widest stride first.
 
-    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. None if
-    the tensor overlaps itself in any other way, because then no such order exists.
+    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. If the
+    tensor overlaps itself in any other way, no such order exists, and the result is None.
     """
     dims = [d for d, count in enumerate(spec.shape) if count > 1 and spec.stride[d] > 0]
     dims.sort(key=lambda d: spec.stride[d], reverse=True)
@@ -90,23 +85,20 @@ def split_into_boxes(shape: Sequence[int], first: int, end: int) -> Iterator[Box
     """
     if first >= end:
         return
-    if len(shape) <= 1:
-        yield ((first,), (end - first,)) if shape else ((), ())
+    if not shape:
+        yield (), ()
         return
     row_items = prod(shape[1:])
-    row, last_row = first // row_items, (end - 1) // row_items
-    if row == last_row:
-        for start, size in split_into_boxes(shape[1:], first - row * row_items, end - row * row_items):
+    row, skipped = divmod(first, row_items)
+    if skipped or end - first < row_items:
+        done = min(end, (row + 1) * row_items)
+        for start, size in split_into_boxes(shape[1:], skipped, done - row * row_items):
             yield (row, *start), (1, *size)
-        return
-    if first % row_items:
-        yield from split_into_boxes(shape, first, (row + 1) * row_items)
-        row += 1
-    past_full_rows = end // row_items
-    if past_full_rows > row:
-        yield (row,) + (0,) * (len(shape) - 1), (past_full_rows - row, *shape[1:])
-    if end % row_items:
-        yield from split_into_boxes(shape, past_full_rows * row_items, end)
+    else:
+        rows = (end - first) // row_items
+        done = first + rows * row_items
+        yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
+    yield from split_into_boxes(shape, done, end)
 
 
 def count_items_below(address: int, repeats: Sequence[tuple[int, int]]) -> int:
@@ -118,8 +110,8 @@ def count_items_below(address: int, repeats: Sequence[tuple[int, int]]) -> int:
     if address <= 0:
         return 0
     below = 0
-    for depth, (count, stride) in enumerate(repeats):
+    for count, stride in repeats:
         row = min(count - 1, (address - 1) // stride)
-        below += row * prod(inner_count for inner_count, _ in repeats[depth + 1 :])
+        below = below * count + row
         address -= row * stride
     return below + 1

@@ -14,7 +14,7 @@ _EQUAL_CHARACTERS_SHOWN = 14
 
 
 def show(value: object, depth: int = 0) -> str:
-    """Return the repr of a value; of a large value only the beginning.
+    """Return the repr of a value, or only its beginning if the value is large.
 
     >>> show({"shape": list(range(1000)), "name": "w"})
     "{'shape': [0, 1, 2, 3, 4, 5, …], 'name': 'w'}"
@@ -23,23 +23,17 @@ def show(value: object, depth: int = 0) -> str:
         start = value[:MAX_CHARACTERS]
         text = repr(start if isinstance(start, str) else bytes(start))
         return f"{text}…" if len(value) > MAX_CHARACTERS else text
-    if isinstance(value, (list, tuple, dict)):
-        return _show_items(value, depth)
     if isinstance(value, int) and value.bit_length() > 512:
         return f"an int of {value.bit_length()} bits"
-    return repr(value)
-
-
-def _show_items(value: list[object] | tuple[object, ...] | dict[object, object], depth: int) -> str:
+    if not isinstance(value, (list, tuple, dict)):
+        return repr(value)
     if depth >= _MAX_DEPTH:
         return "…"
     shown = [show(item, depth + 1) for item in islice(value, _MAX_ITEMS)]
     if isinstance(value, dict):
         shown = [f"{key}: {show(item, depth + 1)}" for key, item in zip(shown, value.values(), strict=False)]
-    text = ", ".join([*shown, "…"] if len(value) > _MAX_ITEMS else shown)
-    if isinstance(value, dict):
-        return f"{{{text}}}"
-    return f"[{text}]" if isinstance(value, list) else f"({text})"
+    opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
+    return opening + ", ".join([*shown, "…"] if len(value) > _MAX_ITEMS else shown) + closing
 
 
 def show_name(name: str) -> str:

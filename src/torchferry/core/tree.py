@@ -7,7 +7,6 @@ A path is the tuple of keys from the root. Paths are equal only if their keys ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,10 +16,10 @@ from torchferry.core.manifest import Branch, Manifest, Special, Value
 from torchferry.core.text import MAX_CHARACTERS, show
 
 MAX_DEPTH = 256
-"""Deeper than any state dict. Without a limit, a cycle would never end."""
+"""No state dict is as deep, and a cycle would have no end."""
 
 MAX_PATH_BYTES = 1 << 29
-"""All paths of a tree together. Leaves can recur, so paths can be a thousand times as long as the frame."""
+"""The limit for all paths of a tree together. A long key is in many paths, but only once in a frame."""
 
 Path = tuple[Value, ...]
 
@@ -82,20 +81,15 @@ def rebuild(manifest: Manifest, values: Sequence[object], build: Build) -> objec
 
 def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -> object:
     """Build the tree with `values`, one for each occurrence, in order."""
-    # Number the leaves again, so that each occurrence has a leaf of its own.
-    children_of = [list(branch.children) for branch in manifest.branches]
-    root = [manifest.root]
-    numbers = count()
-    stack = [(root, 0)]
-    while stack:
-        siblings, index = stack.pop()
-        if siblings[index] >= 0:
-            siblings[index] = next(numbers)
+    remaining = list(values)
+    built: list[object] = []
+    # Backwards: when a branch is reached, its children are the last ones built, the first child at the end.
+    for _, child in reversed(list(_walk(manifest))):
+        if child >= 0:
+            built.append(remaining.pop())
         else:
-            children = children_of[~siblings[index]]
-            stack += [(children, inner) for inner in reversed(range(len(children)))]
-    branches = tuple(Branch("list", tuple(children)) for children in children_of)
-    return rebuild(Manifest(root[0], branches, (), (), ()), list(values), build)
+            built.append(build(~child, [built.pop() for _ in manifest.branches[~child].children]))
+    return built.pop()
 
 
 def merge(local: Manifest, incoming: Manifest) -> Manifest:
@@ -103,7 +97,7 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
 
     Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
     """
-    # The n-th pair of a local and an incoming child, of which one may be None, becomes branch n.
+    # Pair n is the local and the incoming child that are merged to branch n. One of them may be None.
     pairs: list[tuple[int | None, int | None]] = []
 
     def add(ours: int | None, theirs: int | None) -> int:
@@ -117,19 +111,16 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
     root = add(local.root, incoming.root)
     branches: list[Branch] = []
     for ours, theirs in pairs:
-        a = None if ours is None else local.branches[~ours]
-        b = None if theirs is None else incoming.branches[~theirs]
-        our_children, their_children = dict(_items(a)) if a else {}, dict(_items(b)) if b else {}
+        containers = [local.branches[~ours]] if ours is not None else []
+        containers += [incoming.branches[~theirs]] if theirs is not None else []
+        our_children = dict(_items(containers[0])) if ours is not None else {}
+        their_children = dict(_items(containers[-1])) if theirs is not None else {}
         keys = tuple(our_children | their_children)
         children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
-        container = a or b
-        assert container is not None, "only containers are added"
-        if container.keys is None and keys != tuple(range(len(keys))) and b is not None:
-            # A list cannot have these keys, so use the incoming container.
-            container = b
-        branches.append(
-            Branch(container.kind, children, None if container.keys is None else keys, container.extra)
-        )
+        # A list only has the keys 0 to n. For others, the incoming container is used instead of a local list.
+        fits_list = keys == tuple(range(len(keys)))
+        chosen = containers[0] if fits_list or containers[0].keys is not None else containers[-1]
+        branches.append(Branch(chosen.kind, children, None if chosen.keys is None else keys, chosen.extra))
     return Manifest(root, tuple(branches), local.leaves, (), ())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from msgspec.msgpack import Encoder
+from msgspec import msgpack
 
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import MAX_DIMS, Branch, Manifest, Special, TensorSpec
@@ -19,13 +19,10 @@ from torchferry.errors import BadManifest
 
 _MAX_TENSOR_BYTES = 2**63 - 1
 _ITEM_SIZES = frozenset({1, 2, 4, 8, 16})
-_KEY_TYPES = frozenset({type(None), bool, int, float, str, Special})
 _SECRETLY_HASHED = frozenset({str, Special})
 
 _MANY_TENSORS = 2048
 """Fewer tensors are fast to look up in a table, even if their hashes collide."""
-
-_encoder = Encoder()
 
 
 def validate(manifest: Manifest) -> None:
@@ -39,7 +36,10 @@ def validate(manifest: Manifest) -> None:
     for number, leaf in enumerate(manifest.leaves):
         if leaf.parts and max(leaf.parts) >= tensors:
             raise BadManifest(f"leaf {number} refers to tensor {max(leaf.parts)}, but there are {tensors}")
-    _validate_tensors(manifest.tensors, manifest.storages)
+    _reject_hash_flood(manifest.tensors)
+    for number, spec in enumerate(manifest.tensors):
+        if problem := _problem(spec, manifest.storages):
+            raise BadManifest(f"tensor {number} {problem}")
 
 
 def _validate_tree(manifest: Manifest) -> None:
@@ -56,10 +56,8 @@ def _validate_tree(manifest: Manifest) -> None:
         if child >= 0:
             is_used[child] = 1
         elif ~child <= parent or ~child >= len(branches) or depths[~child]:
-            raise BadManifest(
-                f"branch {~child} can't be the child of branch {parent}: it comes earlier, does not exist or "
-                "has another parent"
-            )
+            reason = "it comes earlier, does not exist or has another parent"
+            raise BadManifest(f"branch {~child} can't be the child of branch {parent}: {reason}")
         else:
             depths[~child], prefix_bytes[~child] = depth, child_path_bytes
 
@@ -88,39 +86,30 @@ def _validate_keys(number: int, branch: Branch) -> None:
         return
     if len(keys) != count:
         raise BadManifest(f"branch {number} has {len(keys)} keys for {count} children")
-    if wrong := set(map(type, keys)) - _KEY_TYPES:
-        raise BadManifest(f"branch {number} has a key of type {wrong.pop().__name__}")
     if is_hash_flood(keys, _SECRETLY_HASHED):
         raise BadManifest(f"branch {number} has keys that were chosen to collide in a hash table")
     if len(dict.fromkeys(keys)) != count:
         raise BadManifest(f"branch {number} has the same key twice")
 
 
-def _validate_tensors(tensors: Sequence[TensorSpec], storages: Sequence[int]) -> None:
-    _reject_hash_flood(tensors)
-    for number, spec in enumerate(tensors):
-        shape, stride, itemsize = spec.shape, spec.stride, spec.itemsize
-        if len(shape) != len(stride) or len(shape) > MAX_DIMS:
-            raise BadManifest(
-                f"tensor {number} has {len(shape)} dimensions (at most {MAX_DIMS}) and {len(stride)} strides"
-            )
-        if itemsize not in _ITEM_SIZES:
-            raise BadManifest(f"tensor {number} has item size {itemsize}: not 1, 2, 4, 8 or 16")
-        if spec.storage >= len(storages):
-            raise BadManifest(f"tensor {number} refers to storage {spec.storage} of {len(storages)}")
-        if spec.offset % itemsize:
-            raise BadManifest(
-                f"tensor {number}: offset {spec.offset} is not a multiple of item size {itemsize}"
-            )
-        pattern = find_pattern(shape, stride, itemsize)
-        end, nbytes = spec.offset + pattern.span_bytes, storages[spec.storage]
-        if end > nbytes:
-            raise BadManifest(
-                f"tensor {number} reaches beyond its storage: it ends at byte {end} of {nbytes}"
-            )
-        # Expanded dimensions use no memory, but torch counts their items.
-        if (pattern.items or prod(filter(None, shape))) * itemsize > _MAX_TENSOR_BYTES:
-            raise BadManifest(f"tensor {number}: shape {show(shape)} has more than {_MAX_TENSOR_BYTES} bytes")
+def _problem(spec: TensorSpec, storages: Sequence[int]) -> str | None:
+    """Return what is wrong with a tensor, or None."""
+    shape, stride, itemsize = spec.shape, spec.stride, spec.itemsize
+    if len(shape) != len(stride) or len(shape) > MAX_DIMS:
+        return f"has {len(shape)} dimensions (at most {MAX_DIMS}) and {len(stride)} strides"
+    if itemsize not in _ITEM_SIZES:
+        return f"has item size {itemsize}: not 1, 2, 4, 8 or 16"
+    if spec.storage >= len(storages):
+        return f"refers to storage {spec.storage} of {len(storages)}"
+    if spec.offset % itemsize:
+        return f"has offset {spec.offset}, which is not a multiple of item size {itemsize}"
+    end = spec.offset + find_pattern(shape, stride, itemsize).span_bytes
+    if end > storages[spec.storage]:
+        return f"reaches beyond its storage: it ends at byte {end} of {storages[spec.storage]}"
+    # Expanded dimensions use no memory, but torch counts their items, also next to a dimension of size 0.
+    if prod(filter(None, shape)) * itemsize > _MAX_TENSOR_BYTES:
+        return f"has shape {show(shape)}, which is more than {_MAX_TENSOR_BYTES} bytes"
+    return None
 
 
 def _reject_hash_flood(tensors: Sequence[TensorSpec]) -> None:
@@ -129,6 +118,6 @@ def _reject_hash_flood(tensors: Sequence[TensorSpec]) -> None:
         return
     # Find the distinct ones by their encoding: Python hashes bytes with a secret.
     numbers = [(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
-    distinct = dict(zip(map(_encoder.encode, numbers), numbers, strict=True))
+    distinct = dict(zip(map(msgpack.encode, numbers), numbers, strict=True))
     if is_hash_flood(list(distinct.values())):
         raise BadManifest("the shapes and strides of the tensors were chosen to collide in a hash table")

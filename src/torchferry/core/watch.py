@@ -1,7 +1,4 @@
-"""When to check on a peer and when to give it up: the timing rules of a transfer, as one pure function.
-
-Time is an argument, so the real engine and the simulation follow the same rules.
-"""
+"""When to probe a peer and when to give it up. Time is an argument, so simulations use the same rules."""
 
 from __future__ import annotations
 
@@ -9,15 +6,13 @@ from enum import Enum
 from typing import NamedTuple
 
 PROBE_AFTER_S = 0.2
-"""After this wait the link is asked whether the peer is alive. A backend that loses a peer in the middle of a
-message does not report it unasked."""
+"""The wait before a probe. Without one, a backend does not report a peer that was lost inside a message."""
 
 GONE_AFTER_S = 0.1
-"""A peer may exit when its last message is on the way. So a peer that was found dead is only given up if its
-message does not complete within this time."""
+"""The wait after a peer was found dead: it may exit while its last message is on the way."""
 
 GRACE_S = 0.15
-"""How long after the deadline a wait may take to end by itself, before the lane is cancelled."""
+"""The time after the deadline in which a wait may end by itself, before the lane is cancelled."""
 
 
 class Action(Enum):
@@ -42,8 +37,8 @@ def next_action(
 ) -> tuple[Action, float]:
     """Return what to do about a peer, and when to ask again at the latest.
 
-    `waiting_since_s` is None while this process works by itself, which is not the peer's fault. `probed_s` is
-    the time of the last probe, and `lost_s` the time of the probe that found the peer dead.
+    `waiting_since_s` is None while this process does not wait for the peer. `probed_s` is the time of the
+    last probe, and `lost_s` the time of the probe that found the peer dead.
 
     >>> next_action(Limits(10.0), now_s=10.5, waiting_since_s=1.0, probed_s=10.4, lost_s=None)[0]
     <Action.GIVE_UP_LATE: 'give up, late'>

@@ -111,11 +111,11 @@ class Payload:
             self.sink.verify(message.first, self.frame.digests[message.first : message.end])
 
     def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
-        content = decode_block(block, first_bytes(buffer, block.nbytes))
-        if content.nonce != self.frame.nonce:
+        nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))
+        if nonce != self.frame.nonce:
             # The block is damaged, or belongs to another transfer.
             self.sink.mark_damaged(block.first, block.end)
             return
-        self.sink.sender_changed |= content.changed
+        self.sink.sender_changed |= changed
         if self._has_digests:
-            self.sink.verify(block.first, content.digests)
+            self.sink.verify(block.first, digests)

@@ -19,8 +19,6 @@ from torchferry.core.extents import TooIrregular
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.push import (
-    MESSAGES_PENDING,
-    PHASES,
     RECEIVER,
     Machine,
     ReceiverState,
@@ -144,7 +142,7 @@ class _Receive:
         self._runner = options.runner()
         self._phases = Phases("receive", options.timeout_s, self._runner.now_s)
         self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
-        self._phases.enter(PHASES[ReceiverState.DESCRIBING])
+        self._phases.enter(ReceiverState.DESCRIBING.phase)
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
         self._content: tuple[Manifest, Plan] | None = None
@@ -153,11 +151,11 @@ class _Receive:
     @property
     def messages_pending(self) -> bool:
         """Whether messages of this transfer may still arrive."""
-        return self._machine.state in MESSAGES_PENDING
+        return self._machine.state.messages_pending
 
     def _enter(self, state: ReceiverState) -> None:
         self._machine.advance(state)
-        self._phases.enter(PHASES.get(state, self._phases.current))
+        self._phases.enter(state.phase or self._phases.current)
 
     def run(self) -> tuple[object, Report]:
         local = self._describe_local()

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-from msgspec import structs
 
 from torchferry.core import codec
 from torchferry.core.codec import EncodedManifest, Frame
@@ -51,30 +50,26 @@ class Workspace:
         self._nbytes = 0
 
     def encode(self, manifest: Manifest) -> EncodedManifest:
-        """Encode a manifest of this process, and keep its parts: a peer often sends the same ones."""
+        """Encode a manifest of this process, and keep it: a peer often sends the same one."""
         encoded = codec.encode_manifest(manifest)
-        for name, data in zip(codec.PARTS, encoded.parts, strict=True):
-            self._get((name, data), lambda name=name: getattr(manifest, name))  # type: ignore[misc]
-        return self._get(("manifest", *encoded.key), lambda: encoded)
+        return self._get(("manifest", encoded.data), lambda: encoded)
 
     def with_known_manifest(self, description: Description) -> Description:
         """Return a description whose manifest is the kept one, if an equal manifest is kept."""
         return replace(description, manifest=self.encode(description.manifest).manifest)
 
     def decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
-        """Decode a frame, except for parts of its manifest that are kept.
+        """Decode a frame, except for its manifest if that is kept.
 
         Raises:
             BadManifest: the frame is malformed.
         """
-        body = codec.decode_body(data)
-        packed = body.manifest
-        key = ("manifest", packed.root, *(bytes(getattr(packed, name)) for name in codec.PARTS))
-        encoded = self._get(key, lambda: codec.decode_manifest(packed, self._decode_part))
-        return cast(Frame, structs.replace(body, manifest=encoded.manifest)), encoded
+        frame = codec.decode(data, self._decode_manifest)
+        return frame, self.encode(frame.manifest)
 
-    def _decode_part(self, name: str, data: bytes) -> Any:
-        return self._get((name, data), lambda: codec.decode_part(name, data))
+    def _decode_manifest(self, data: bytes) -> Manifest:
+        key = ("manifest", data)
+        return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
 
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
         """Plan a transfer as `make_plan` does, with the same arguments after the manifest.
@@ -83,12 +78,13 @@ class Workspace:
             TooIrregular: views overlap in a pattern too irregular to list.
             TooManyMessages: the plan has too many messages.
         """
-        key = ("plan", encoded.parts[codec.PARTS.index("tensors")], sizes, tuple(more.items()))
+        # Only the tensors matter: a plan is kept while values, such as a step, change.
+        key = ("plan", codec.pack(encoded.manifest.tensors), sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
 
     def layout(self, encoded: EncodedManifest) -> StorageLayout:
         """Return the storage layout of a manifest."""
-        return self._get(("layout", *encoded.key), lambda: StorageLayout(encoded.manifest))
+        return self._get(("layout", encoded.data), lambda: StorageLayout(encoded.manifest))
 
     def prepare(self, encoded: EncodedManifest, context: RebuildContext) -> Prepared:
         """Prepare a manifest as `tensors.assemble.prepare` does.
@@ -98,7 +94,7 @@ class Workspace:
         """
         # Values belong to the caller that receives them, and are decoded anew each time.
         return self._get(
-            ("prepared", *encoded.key),
+            ("prepared", encoded.data),
             lambda: prepare(encoded.manifest, context),
             keep=lambda prepared: not prepared.values,
         )

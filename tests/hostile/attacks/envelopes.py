@@ -29,7 +29,7 @@ attacks(
         "has_too_many_digests": lambda: raw([STATE, 1 << 20, None, 0, b"", [1]]),
         "has_too_few_digests": lambda: tensors(spec(), digests=()),
         "has_digests_that_are_texts": lambda: raw([STATE, 1 << 20, None, 0, b"", ["x"]]),
-        "has_digests_and_seals": lambda: tensors(spec(), digests=(1,), sealed=True),
+        "has_digests_and_digest_blocks": lambda: tensors(spec(), digests=(1,), digest_blocks=True),
         "is_sealed_by_a_number": lambda: raw([STATE, 1 << 20, None, 0, b"", None, 1]),
         "is_a_million_empty_arrays": lambda: framed(b"\xdd\x00\x0f\x42\x40" + b"\x90" * 1_000_000),
         "is_an_array_that_claims_more": lambda: framed(b"\xdd\xff\xff\xff\xff"),

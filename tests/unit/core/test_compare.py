@@ -57,7 +57,7 @@ def mismatches(incoming: Manifest, local: Manifest, *, strict: bool = True) -> d
 
 def test_states_that_fit_have_no_mismatch() -> None:
     comparison = compared(state(a=tensor()), state(a=tensor((4,), (3,), offset=8)), strict=True)
-    assert comparison.mismatches == ()
+    assert not comparison.mismatches
     assert [(pair.path, pair.incoming, pair.local) for pair in comparison.pairs] == [(("a",), 0, 0)]
 
 

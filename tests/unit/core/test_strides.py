@@ -16,14 +16,14 @@ def test_memory_order_goes_from_the_widest_stride_to_the_narrowest() -> None:
 @pytest.mark.parametrize(
     ("shape", "stride", "pattern"),
     [
-        ((3, 4), (4, 1), Pattern(12, 48, 48, ())),
-        ((3, 4), (1, 3), Pattern(12, 48, 48, ())),
-        ((3, 2), (10, 1), Pattern(6, 88, 8, ((3, 40),))),
-        ((2, 3), (6, 2), Pattern(6, 44, 4, ((6, 8),))),
-        ((5,), (0,), Pattern(5, 4, 4, ())),
-        ((3, 3), (2, 3), Pattern(9, 44, 4, None)),
-        ((0, 3), (3, 1), Pattern(0, 0, 0, ())),
-        ((), (), Pattern(1, 4, 4, ())),
+        ((3, 4), (4, 1), Pattern(48, 48, ())),
+        ((3, 4), (1, 3), Pattern(48, 48, ())),
+        ((3, 2), (10, 1), Pattern(88, 8, ((3, 40),))),
+        ((2, 3), (6, 2), Pattern(44, 4, ((6, 8),))),
+        ((5,), (0,), Pattern(4, 4, ())),
+        ((3, 3), (2, 3), Pattern(44, 4, None)),
+        ((0, 3), (3, 1), Pattern(0, 0, ())),
+        ((), (), Pattern(4, 4, ())),
     ],
     ids=["dense", "transposed", "columns", "every second item", "expanded", "irregular", "empty", "scalar"],
 )

@@ -63,24 +63,16 @@ def test_a_manifest_that_arrives_again_is_not_decoded_again(
     def fail(*_: object) -> object:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(codec, "decode_part", fail)
+    monkeypatch.setattr(codec, "decode_manifest", fail)
     transfer(state(1.0), workspaces=workspaces)
     with pytest.raises(AssertionError, match="decoded again"):
         transfer({**state(), "more": torch.ones(1)}, workspaces=workspaces)
 
 
-def test_only_parts_that_differ_are_decoded(workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[str] = []
-    original = codec.decode_part
-
-    def record(name: str, data: bytes) -> Any:
-        decoded.append(name)
-        return original(name, data)
-
-    transfer({**state(), "step": 1}, workspaces=workspaces)
-    monkeypatch.setattr(codec, "decode_part", record)
-    received = transfer({**state(), "step": 2}, workspaces=workspaces).state
-    assert (received["step"], decoded) == (2, ["leaves"])
+def test_a_state_with_another_value_is_not_planned_again(workspaces: Workspaces, plans: list[object]) -> None:
+    for step in (1, 2):
+        assert transfer({**state(), "step": step}, workspaces=workspaces).state["step"] == step
+    assert len(plans) == 2
 
 
 def as_it_is(one: dict[str, Any]) -> dict[str, Any]:
