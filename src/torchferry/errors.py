@@ -270,7 +270,7 @@ class GroupBroken(LinkError, ConnectionError):
 class SendFailed(LinkError):
     """Some receivers did not get the state.
 
-    `delivered` lists those that did; `failed` maps the others to errors.
+    `delivered` lists the ranks whose send completed; `failed` maps the other ranks to errors.
     """
 
     def __init__(self, delivered: Sequence[int], failed: Mapping[int, FerryError]) -> None:

@@ -127,7 +127,7 @@ class PGTransport:
             StateChanged: the state changed meanwhile; receivers reject inconsistent data.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the receiver is gone (also a ConnectionError).
-            SendFailed: one of these for some of several receivers; lists who got the state and who did not.
+            SendFailed: one of these for some of several receivers; lists the ranks whose send completed, and the others.
             StateError: memory of the state was freed meanwhile.
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
@@ -200,13 +200,13 @@ class PGTransport:
         if rank < 0:
             raise BadArgument(f"rank {rank} is not in the group")
         if rank == own:
-            raise BadArgument(f"rank {rank} is this process itself: a transfer needs two")
+            raise BadArgument(f"rank {rank} is this process itself: pass another rank")
         return rank
 
 
 def _check_group(pg: Any) -> Any:
     if pg is None:
-        raise BadArgument("pg is None, as torch.distributed.group.WORLD is before init_process_group")
+        raise BadArgument("pg is None: call torch.distributed.init_process_group first")
     if isinstance(pg, int) and pg == dist.GroupMember.NON_GROUP_MEMBER:
         raise BadArgument(
             "this process is not a member of the group: torch.distributed.new_group returned "

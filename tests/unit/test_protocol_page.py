@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ def test_the_page_has_the_state_tables_of_the_code(heading: str, table: Any) -> 
     rows = re.findall(r"^\| (\w+) \| ([\w, ]*)\|$", section, re.MULTILINE)
     written = {state: {each.strip() for each in after.split(",") if each.strip()} for state, after in rows}
     del written["state"]
-    assert written == {state.value: {each.value for each in after} for state, after in table.items()}
+    assert written == {name(state): set(map(name, after)) for state, after in table.items()}
+
+
+def name(state: Enum) -> str:
+    return state.name.lower()
 
 
 class Reader:

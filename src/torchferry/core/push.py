@@ -64,7 +64,7 @@ class ReceiverState(Enum):
 RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
     ReceiverState.DESCRIBING: {ReceiverState.WAITING},
     ReceiverState.WAITING: {ReceiverState.HEADER},
-    # A refusal of an earlier step is skipped, and the receiver waits again.
+    # A refusal of another step is skipped, and the receiver waits again.
     ReceiverState.HEADER: {ReceiverState.COMPARING, ReceiverState.REJECTED, ReceiverState.WAITING},
     ReceiverState.COMPARING: {ReceiverState.RECEIVING, ReceiverState.DRAINING},
     ReceiverState.DRAINING: {ReceiverState.REJECTED},

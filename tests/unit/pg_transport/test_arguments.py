@@ -62,7 +62,7 @@ def test_a_device_that_is_not_here_is_refused() -> None:
 
 
 def test_a_group_that_was_not_made_yet_is_refused() -> None:
-    with pytest.raises(ValueError, match="is before init_process_group"):
+    with pytest.raises(ValueError, match="call torch.distributed.init_process_group first"):
         PGTransport(None, 10, "cpu")
 
 
