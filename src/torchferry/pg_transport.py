@@ -127,7 +127,7 @@ class PGTransport:
             StateChanged: the state changed meanwhile; receivers reject inconsistent data.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the receiver is gone (also a ConnectionError).
-            SendFailed: one of these for some of several receivers; lists the ranks whose send completed, and the others.
+            SendFailed: one of these for some of several receivers; lists the ranks whose send completed.
             StateError: memory of the state was freed meanwhile.
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
