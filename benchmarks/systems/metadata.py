@@ -16,8 +16,8 @@ from benchmarks.systems.session import Session, Setup, System
 from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
 from torchferry.core.plan import Message, Plan, make_plan
-from torchferry.engine.planning import target_in_new_memory, target_in_place
 from torchferry.engine.receive import plan_incoming
+from torchferry.engine.target import target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Workspace
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.kinds import RebuildContext

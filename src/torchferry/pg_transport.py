@@ -175,7 +175,7 @@ class PGTransport:
             step=_check_step(step),
             rank=rank_in(self._pg),
             members=None if size is None else range(size),
-            target=self._state_dict,
+            local_state=self._state_dict,
             strict=self._strict,
             extra=self._extra,
             context=self._context,

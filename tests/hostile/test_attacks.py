@@ -174,7 +174,7 @@ def test_a_receiver_in_place_raises_an_error_of_ours_and_keeps_its_state(family:
         frame = one.build()
         local = [torch.arange(4.0)]
         with named(one), bounded(frame), suppress(FerryError):
-            receive(frame, one.payload, target=lambda local=local: local)
+            receive(frame, one.payload, local_state=lambda local=local: local)
         if one is not _FITS:
             assert torch.equal(local[0], torch.arange(4.0)), str(one)
 

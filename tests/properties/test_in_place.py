@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_path_by_path_and_nothing_is_touched(
     )
     with pytest.raises(StateMismatch) as refusal:
         receive_state(
-            network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local.state)
+            network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, local_state=lambda: local.state)
         )
     assert {mismatch.path for mismatch in refusal.value.mismatches} == faulty
     assert contents(local.pools) == before

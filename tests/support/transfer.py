@@ -51,7 +51,7 @@ def transfer(
     options = ReceiveOptions(
         TIMEOUT_S,
         MAX_METADATA_BYTES,
-        target=None if into is None else lambda: into,
+        local_state=None if into is None else lambda: into,
         strict=strict,
         **receive,
     )

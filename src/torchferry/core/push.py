@@ -47,7 +47,7 @@ class ReceiverState(Enum):
 
     DESCRIBING = "describing", "describe", False  # the local state, while the sender describes its own
     WAITING = "waiting", "wait", True  # for the length of a frame
-    HEADER = "header", "receive metadata", True  # the frame arrives and is decoded
+    FRAME = "frame", "receive metadata", True  # the frame arrives and is decoded
     COMPARING = "comparing", "compare", True  # the incoming state with the local one
     DRAINING = "draining", "compare", True  # the state was rejected: messages are received and dropped
     RECEIVING = "receiving", "receive tensors", True  # messages arrive and are written
@@ -63,9 +63,9 @@ class ReceiverState(Enum):
 
 RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
     ReceiverState.DESCRIBING: {ReceiverState.WAITING},
-    ReceiverState.WAITING: {ReceiverState.HEADER},
+    ReceiverState.WAITING: {ReceiverState.FRAME},
     # A refusal of another step is skipped, and the receiver waits again.
-    ReceiverState.HEADER: {ReceiverState.COMPARING, ReceiverState.REJECTED, ReceiverState.WAITING},
+    ReceiverState.FRAME: {ReceiverState.COMPARING, ReceiverState.REJECTED, ReceiverState.WAITING},
     ReceiverState.COMPARING: {ReceiverState.RECEIVING, ReceiverState.DRAINING},
     ReceiverState.DRAINING: {ReceiverState.REJECTED},
     ReceiverState.RECEIVING: {ReceiverState.CHECKING},

@@ -26,7 +26,7 @@ class _Arriving(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Payload:
+class PayloadReceiver:
     """Receives messages from a channel and hands them to a sink, and to a relay if there is one."""
 
     link: Link
@@ -59,7 +59,7 @@ class Payload:
             self._arrived((yield from self.window.pop()))
 
     def _post(self, item: Message | DigestBlock) -> Steps[None]:
-        place = self.sink.direct_place(item, self.link.takes) if isinstance(item, Message) else None
+        place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Message) else None
         in_place = place is not None
         while not self.window.has_room(item.nbytes, in_place=in_place):
             self._arrived((yield from self.window.pop()))

@@ -29,11 +29,11 @@ from torchferry.core.report import Report
 from torchferry.core.watch import Limits
 from torchferry.engine.digest import first_bytes
 from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
-from torchferry.engine.payload import Payload
-from torchferry.engine.planning import Target, target_in_new_memory, target_in_place
+from torchferry.engine.payload import PayloadReceiver
 from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink
+from torchferry.engine.target import Target, target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     BadManifest,
@@ -64,7 +64,7 @@ def _refuse_pickle(frame: bytes) -> Frame:
 class ReceiveOptions:
     """How to receive a state.
 
-    `members` are the ranks of the group, if known. `target` returns the local state that is written in place.
+    `members` are the ranks of the group, if known. `local_state` returns the state that is written in place.
     `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
     `decode_other` decodes metadata in another encoding. `question` is added to a timeout if the peer was
     never heard of, with its rank in {peer}.
@@ -75,7 +75,7 @@ class ReceiveOptions:
     step: int | None = None
     rank: int | None = None
     members: range | None = None
-    target: Callable[[], object] | None = None
+    local_state: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
     context: RebuildContext = field(default_factory=RebuildContext)
@@ -91,7 +91,7 @@ class ReceiveOptions:
 def receive_state(
     link: Link, peer: int, options: ReceiveOptions, workspace: Workspace | None = None
 ) -> tuple[object, Report]:
-    """Receive a state from a peer, into fresh tensors or into those of the state that `target` returns.
+    """Receive a state from a peer, into fresh tensors or into those of the state that `local_state` returns.
 
     Raises:
         StateMismatch: it does not fit the local state; nothing was overwritten.
@@ -176,11 +176,11 @@ class _Receive:
             not_forwarded = self._receive_payload(frame, plan, target.sink, verify=self._options.verify)
             self._enter(ReceiverState.CHECKING)
         finally:
-            target.sink.tell_autograd()
+            target.sink.increment_versions()
         self._raise_if_damaged(target.sink)
         self._enter(ReceiverState.ASSEMBLING)
         # If this fails, it is not known which tensors are complete.
-        target.sink.distrust()
+        target.sink.unmark_whole()
         state = target.assemble()
         self._enter(ReceiverState.DONE)
         return state, self._report(data, frame, plan, target, not_forwarded)
@@ -190,10 +190,10 @@ class _Receive:
 
         An error is raised later, when the sender's messages can be drained.
         """
-        if self._options.target is None:
+        if self._options.local_state is None:
             return None
         try:
-            local = describe_target(self._options.target())
+            local = describe_target(self._options.local_state())
             return self._workspace.with_known_manifest(local)
         except Exception as error:
             return error
@@ -209,7 +209,7 @@ class _Receive:
                 # stall_timeout does not apply before the first message of the sender.
                 self._receive(frames, length, stall_s=None)
                 self._progress = Progress(peer)
-                self._enter(ReceiverState.HEADER)
+                self._enter(ReceiverState.FRAME)
                 nbytes = int(length.item())
                 check_length(nbytes, self._options.max_metadata_bytes)
                 # Zeros: what is decoded must not depend on what the memory held before.
@@ -303,8 +303,9 @@ class _Receive:
             sizes = [item.nbytes for item in plan.sequence(digest_blocks=frame.digest_blocks)]
             onward = Progress(next_rank, plan.payload_bytes)
             relay = Relay(self._link.channel(next_rank, frame.transfer), sizes, onward, window_bytes)
-            forwarding = Lane(onward, Cancellation(), relay.steps(), relay.stopper(self._own_rank))
-        payload = Payload(
+            stop = relay.stop
+            forwarding = Lane(onward, Cancellation(), relay.steps(), lambda _: stop(self._own_rank))
+        payload = PayloadReceiver(
             self._link,
             self._link.channel(source, frame.transfer),
             frame,
@@ -369,7 +370,7 @@ class _Receive:
         if self._sink is None or not self._sink.is_local:
             return error
         if isinstance(error, PeerGaveUp):
-            self._sink.distrust()
+            self._sink.unmark_whole()
         return self._with_outcome(error, self._sink)
 
     def _with_outcome(self, error: BaseException, sink: Sink) -> BaseException:

@@ -68,19 +68,15 @@ class Relay:
                 self._failed_rank = failed_rank
             self._changed.notify_all()
 
-    def stopper(self, own_rank: int) -> Callable[[BaseException], None]:
-        """Return what to call when the next receiver is lost: it stops this relay."""
-
-        def stop(error: BaseException) -> None:
-            with self._changed:
-                self._over = True
-                if self._failed_rank is None:
-                    self._failed_rank = own_rank
-                self._used.extend(offer.buffer for offer in self._offers if offer.staged)
-                self._offers.clear()
-                self._changed.notify_all()
-
-        return stop
+    def stop(self, failed_rank: int) -> None:
+        """Stop to forward, because the next receiver is lost. If it comes back, it gets an abort."""
+        with self._changed:
+            self._over = True
+            if self._failed_rank is None:
+                self._failed_rank = failed_rank
+            self._used.extend(offer.buffer for offer in self._offers if offer.staged)
+            self._offers.clear()
+            self._changed.notify_all()
 
     def steps(self) -> Steps[None]:
         """Forward every message as it arrives, or an abort.

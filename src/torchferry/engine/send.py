@@ -169,7 +169,7 @@ class _Send:
         description = describe(state, pickle=options.pickle)
         encoded = workspace.encode(description.manifest)
         plan = self._plan(encoded)
-        source = Source(description, encoded, plan, workspace.staging, self._link.takes)
+        source = Source(description, encoded, plan, workspace.staging, self._link.can_access)
         transfer = self._link.new_transfer()
         frame = Frame(
             encoded.manifest,
@@ -244,7 +244,7 @@ class _Send:
         cancellation = Cancellation()
         # The lanes that send a payload share the windows.
         lanes = 1 if routes else len(self._peers)
-        window: Window[_Sent] = Window(
+        window: Window[_InFlight] = Window(
             max(self._options.window_bytes // lanes, 1),
             max(self._options.in_place_window_bytes // lanes, 2 * frame.chunk_bytes),
         )
@@ -316,7 +316,7 @@ def _post_frame(frames: Channel, data: bytes, device: torch.device) -> list[Pend
     return [frames.send(length), frames.send(to_buffer(data, device))]
 
 
-class _Sent(NamedTuple):
+class _InFlight(NamedTuple):
     """A message in flight: a message of the plan with its buffer, or the frame, or neither."""
 
     message: Message | None = None
@@ -326,13 +326,13 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """What one peer is sent."""
+    """Sends the frame and the payload to one peer."""
 
     link: Link
     peer: int
     source: Source
     frame: Frame
-    window: Window[_Sent]
+    window: Window[_InFlight]
     machine: Machine[SenderState]
     progress: Progress
     cancellation: Cancellation
@@ -347,8 +347,8 @@ class _Outgoing:
         self.machine.advance(SenderState.SENDING)
         with self.link.frames(self.peer, "send", left_s()) as frames:
             length, frame = _post_frame(frames, data, self.link.device)
-        self.window.add(length, 0, _Sent())
-        self.window.add(frame, len(data), _Sent(is_frame=True))
+        self.window.add(length, 0, _InFlight())
+        self.window.add(frame, len(data), _InFlight(is_frame=True))
         if has_payload:
             yield from self._send_payload(self.link.channel(self.peer, self.frame.transfer))
         yield from self._finish()
@@ -366,7 +366,7 @@ class _Outgoing:
                 buffer = source.read(item) if isinstance(item, Message) else self._block(item)
                 pending = channel.send(buffer)
                 posted += 1
-                sent = _Sent(item, buffer) if isinstance(item, Message) else _Sent()
+                sent = _InFlight(item, buffer) if isinstance(item, Message) else _InFlight()
                 window.add(pending, item.nbytes, sent, in_place=in_place)
                 # A staged copy can't change any more, and is still in the cache.
                 if isinstance(item, Message) and not in_place:
@@ -400,7 +400,7 @@ class _Outgoing:
         messages = channel.send_abort(self.frame.origin, expected)
         if messages:
             for message in messages:
-                self.window.add(message, 0, _Sent())
+                self.window.add(message, 0, _InFlight())
             while self.window:
                 yield from self.window.pop()
             self.machine.advance(SenderState.ABORTED)
@@ -409,7 +409,7 @@ class _Outgoing:
         while self.window:
             self._completed((yield from self.window.pop()))
 
-    def _completed(self, sent: _Sent) -> None:
+    def _completed(self, sent: _InFlight) -> None:
         if sent.is_frame:
             self.progress.contacted = True
             self.link.release(self.peer)

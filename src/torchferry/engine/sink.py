@@ -90,13 +90,13 @@ class Sink:
         for storage in storages:
             self.scratch(storage)
 
-    def direct_place(self, message: Message, takes: Callable[[torch.device], bool]) -> Direct | None:
+    def direct_place(self, message: Message, can_access: Callable[[torch.device], bool]) -> Direct | None:
         """Return a place where the link itself can write a message; None if it must be staged."""
         chunk = self.plan.chunks[message.first]
         if message.end - message.first > 1 or chunk.piece.repeats:
             return None
         places = self.placements.of(chunk).direct
-        return next((place for place in places if takes(self._memory(place).device)), None)
+        return next((place for place in places if can_access(self._memory(place).device)), None)
 
     def open(self, message: Message, place: Direct) -> torch.Tensor:
         """Return the memory of a place, for the link to write. `mark_written` follows when it may begin."""
@@ -229,7 +229,7 @@ class Sink:
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
         return paths_of(self.manifest, self.plan, damaged)
 
-    def distrust(self) -> None:
+    def unmark_whole(self) -> None:
         """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
         self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
@@ -264,7 +264,7 @@ class Sink:
                 raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
         return self._scratch[storage]
 
-    def tell_autograd(self) -> None:
+    def increment_versions(self) -> None:
         """Increment the version counters of written local tensors: the writes bypassed autograd."""
         if self.local is None:
             return

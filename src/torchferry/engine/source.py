@@ -28,7 +28,7 @@ class Source:
     encoded: EncodedManifest
     plan: Plan
     staging: Staging
-    takes: Callable[[torch.device], bool]
+    can_access: Callable[[torch.device], bool]
 
     def __post_init__(self) -> None:
         self.digests: list[int | None] = [None] * len(self.plan.chunks)
@@ -41,7 +41,7 @@ class Source:
         piece = self.plan.chunks[message.first].piece
         if message.end - message.first > 1 or piece.repeats:
             return True
-        return not self.takes(self.description.memories[piece.storage].device)
+        return not self.can_access(self.description.memories[piece.storage].device)
 
     def read(self, message: Message) -> torch.Tensor:
         """Return the bytes of a message: a staging buffer, or the memory of the state itself.

@@ -77,7 +77,7 @@ class Link:
     def __init__(self, shared: SharedState | None = None) -> None:
         self._shared = shared or SharedState()
 
-    def takes(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Return whether the link can read and write memory of a device without a staging copy."""
         raise NotImplementedError
 

@@ -43,7 +43,7 @@ class ProcessGroupLink(Link):
         """This process's rank in the group; 0 if the group does not tell."""
         return rank_in(self._group) or 0
 
-    def takes(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Return whether memory has the device type of the backend."""
         return device.type == self.device.type
 

@@ -51,8 +51,8 @@ def check_link(*, timeout_s: float = 10.0) -> tuple[Callable[[Link, int], None],
 def check_properties(link: Link) -> None:
     """`takes` returns a bool for every device, and transfers get different identifiers."""
     for device in {link.device, torch.device("cpu"), torch.device("meta")}:
-        assert isinstance(link.takes(device), bool), f"takes({device}) does not return a bool"
-    assert not link.takes(torch.device("meta")), "the link takes memory of the meta device"
+        assert isinstance(link.can_access(device), bool), f"takes({device}) does not return a bool"
+    assert not link.can_access(torch.device("meta")), "the link takes memory of the meta device"
     one, two = link.new_transfer(), link.new_transfer()
     assert one.serial != two.serial, "two transfers have the same serial number"
     assert one.nonce != two.nonce, "two transfers have the same nonce"

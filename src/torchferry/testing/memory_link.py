@@ -85,7 +85,7 @@ class MemoryLink(Link):
         self._rank = rank
         self._own_buffers = own_buffers
 
-    def takes(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Return whether memory is on the CPU, unless the link takes only its own."""
         return device.type == "cpu" and not self._own_buffers
 

@@ -11,7 +11,7 @@ import torch
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, planning, receive_state, send_state, sink
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink, target
 from torchferry.engine.digest import digests
 from torchferry.errors import (
     BadManifest,
@@ -81,9 +81,12 @@ class Particular:
 @pytest.mark.parametrize(
     ("terms", "error"),
     [
-        ({"target": lambda: {"a": torch.zeros(9), "b": torch.zeros(3, dtype=torch.int64)}}, StateMismatch),
+        (
+            {"local_state": lambda: {"a": torch.zeros(9), "b": torch.zeros(3, dtype=torch.int64)}},
+            StateMismatch,
+        ),
         ({"step": 4}, StepMismatch),
-        ({"target": raising}, KeyError),
+        ({"local_state": raising}, KeyError),
     ],
 )
 def test_a_refusal_takes_every_message_so_that_the_sender_finishes(
@@ -101,13 +104,13 @@ def test_what_can_not_be_worked_out_ahead_is_no_trouble_of_its_own(monkeypatch: 
     local = {**STATE, "c": Particular(torch.ones(2))}
     network = sent(STATE)
     with pytest.raises(StateMismatch, match=r"c\.field"):
-        receive(network, target=lambda: local)
+        receive(network, local_state=lambda: local)
     assert waiting_messages(network) == 0
 
 
 def test_a_refusal_says_with_whom_and_in_which_phase() -> None:
     with pytest.raises(StateMismatch) as raised:
-        receive(sent(STATE), target=lambda: {"a": torch.zeros(10)})
+        receive(sent(STATE), local_state=lambda: {"a": torch.zeros(10)})
     assert (raised.value.peer, raised.value.phase) == (0, "compare")
 
 
@@ -200,7 +203,7 @@ def test_every_error_of_a_transfer_is_a_ferry_error() -> None:
 def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
     local = {"a": torch.zeros(10), "mine": torch.zeros(3)}
     before = [tensor._version for tensor in local.values()]
-    receive(sent(STATE), target=lambda: local, strict=False)
+    receive(sent(STATE), local_state=lambda: local, strict=False)
     assert [tensor._version for tensor in local.values()] == [before[0] + 1, before[1]]
     assert torch.equal(local["a"], STATE["a"])
 
@@ -222,7 +225,7 @@ def test_an_error_that_is_not_ours_says_that_it_left_the_state_torn(monkeypatch:
     network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
     with pytest.raises(TargetTorn, match="RuntimeError: out of memory") as raised:
-        receive(network, target=lambda: local)
+        receive(network, local_state=lambda: local)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert (raised.value.whole, raised.value.torn) == (("a",), ("b",))
     assert (raised.value.peer, raised.value.phase) == (0, "receive tensors")
@@ -234,7 +237,7 @@ def test_what_ends_the_program_is_left_to_do_so_and_noted_what_it_did(
     network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     failing_digest(monkeypatch, 2, SystemExit(3))
     with pytest.raises(SystemExit) as raised:
-        receive(network, target=lambda: local)
+        receive(network, local_state=lambda: local)
     assert "the local state is torn" in raised.value.__notes__[0]
 
 
@@ -242,14 +245,14 @@ def test_paths_that_are_dropped_are_no_part_of_what_is_torn(monkeypatch: pytest.
     network, local = sent(STATE), {"a": torch.zeros(10)}
     failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
     with pytest.raises(TargetTorn) as raised:
-        receive(network, target=lambda: local, strict=False)
+        receive(network, local_state=lambda: local, strict=False)
     assert (raised.value.whole, raised.value.torn, raised.value.untouched) == (("a",), (), ())
 
 
 def test_an_error_that_touched_nothing_is_not_its_own_cause() -> None:
     envelope = encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (SPEC,), (16,)), 1 << 20))
     with pytest.raises(LinkTimeout, match="nothing was overwritten") as raised:
-        receive(sent_frame(envelope), target=lambda: torch.zeros(2, 2).t(), timeout_s=0.1)
+        receive(sent_frame(envelope), local_state=lambda: torch.zeros(2, 2).t(), timeout_s=0.1)
     assert raised.value.__cause__ is None
 
 
@@ -259,10 +262,10 @@ def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
     def fail(*_: object, **__: object) -> object:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(planning, "assemble_in_place", fail)
+    monkeypatch.setattr(target, "assemble_in_place", fail)
     local = {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(TargetTorn, match="MemoryError") as raised:
-        receive(sent(STATE), target=lambda: local)
+        receive(sent(STATE), local_state=lambda: local)
     assert raised.value.torn == ("a", "b")
     assert raised.value.phase == "assemble"
 
@@ -276,7 +279,7 @@ def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch)
     network = sent({**STATE, "at": point(1, torch.ones(2)), "deep": {"er": [point(2, 3)]}})
     registry._types.clear()
     local = torch.zeros(10)
-    state = receive(network, target=lambda: {"a": local, "mine": 5}, strict=False)
+    state = receive(network, local_state=lambda: {"a": local, "mine": 5}, strict=False)
     assert (list(state), state["mine"]) == (["a", "mine"], 5)
     assert torch.equal(local, STATE["a"])
     assert waiting_messages(network) == 0
@@ -292,7 +295,7 @@ def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str)
     indices = {"coo": "_indices", "csr": "col_indices", "csc": "row_indices"}[layout]
     getattr(state["s"], indices)().fill_(2**40)
     with pytest.raises(TargetTorn, match=r"s: a (sparse|compressed) that can't be put together") as raised:
-        receive(sent(state), target=lambda: local)
+        receive(sent(state), local_state=lambda: local)
     assert isinstance(raised.value.__cause__, BadManifest)
 
 
@@ -311,7 +314,7 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     monkeypatch.setattr(sink, "scatter", freed_at_the_second)
     local = {key: torch.zeros_like(value) for key, value in state.items()}
     with pytest.raises(TargetTorn, match="freed") as raised:
-        receive(sent(state, hash_first_bytes=1 << 30), target=lambda: local)
+        receive(sent(state, hash_first_bytes=1 << 30), local_state=lambda: local)
     assert len(raised.value.whole) == calls[0]
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
 
@@ -347,7 +350,7 @@ class Freeing(MemoryLink):
 def test_memory_that_is_freed_once_its_bytes_have_come_is_not_read(nbytes: int, verify: bool) -> None:
     local = torch.zeros(nbytes, dtype=torch.uint8)
     network = sent({"a": torch.ones(nbytes, dtype=torch.uint8)}, verify=verify)
-    terms = ReceiveOptions(5, MAX_METADATA_BYTES, target=lambda: {"a": local}, verify=verify)
+    terms = ReceiveOptions(5, MAX_METADATA_BYTES, local_state=lambda: {"a": local}, verify=verify)
     with pytest.raises(TargetTorn, match="freed during the transfer"):
         receive_state(Freeing(network, 1, local), 0, terms)
 

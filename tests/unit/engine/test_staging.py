@@ -89,7 +89,7 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
     send_state(network.link(0), [1], {"large": large}, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     link = DroppingLink(network, 1)
     received, _ = receive_state(
-        link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: {"large": large})
+        link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, local_state=lambda: {"large": large})
     )
     assert isinstance(received, dict)
     assert received["large"] is large

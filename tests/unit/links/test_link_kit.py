@@ -88,7 +88,7 @@ class LinkWithoutTags(MemoryLink):
 class LinkForAnyMemory(MemoryLink):
     """Claims to take any memory."""
 
-    def takes(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         return True
 
 

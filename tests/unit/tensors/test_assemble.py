@@ -40,7 +40,7 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
     channel = link.channel(1, TransferId(0, 0, b""))
     for message in make_plan(manifest).messages:
         channel.send(torch.zeros(message.nbytes, dtype=torch.uint8))
-    terms = ReceiveOptions(5, 1 << 20, target=None if into is None else lambda: {"model": {"odd": into}})
+    terms = ReceiveOptions(5, 1 << 20, local_state=None if into is None else lambda: {"model": {"odd": into}})
     try:
         return receive_state(network.link(1), 0, terms)[0]
     finally:

@@ -80,7 +80,7 @@ def memory_asked_for(state: object, local: object, chunk_bytes: int = 1 << 20) -
         network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES, chunk_bytes=chunk_bytes)
     )
     link = Watching(network, 1)
-    receive_state(link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local))
+    receive_state(link, 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, local_state=lambda: local))
     return link.asked[2:]
 
 
@@ -144,6 +144,8 @@ def test_small_tensors_of_which_some_are_dropped_are_put_together_a_thousand_at_
     network = MemoryNetwork()
     send_state(network.link(0), [1], sent, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     receive_state(
-        network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, target=lambda: local, strict=False)
+        network.link(1),
+        0,
+        ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, local_state=lambda: local, strict=False),
     )
     assert all(torch.equal(value, sent[key]) for key, value in local.items())

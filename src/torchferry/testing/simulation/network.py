@@ -175,7 +175,7 @@ class SimulatedLink(Link):
         self._network = network
         self._rank = rank
 
-    def takes(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         """Return whether memory is on the CPU."""
         return device.type == "cpu"
 

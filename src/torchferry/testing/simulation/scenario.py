@@ -164,7 +164,7 @@ class _Run:
             _MOST_METADATA_BYTES,
             rank=rank,
             members=range(self.play.receivers + 1),
-            target=(lambda: target) if self.play.in_place or self.play.refuses else None,
+            local_state=(lambda: target) if self.play.in_place or self.play.refuses else None,
             window_bytes=_WINDOW_BYTES,
             in_place_window_bytes=_WINDOW_BYTES,
             runner=self._runner(rank),
