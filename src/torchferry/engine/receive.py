@@ -205,17 +205,13 @@ class _Receive:
             self._enter(ReceiverState.WAITING)
             with self._link.frames(peer, "receive", self._phases.left_s()) as frames:
                 self._progress = Progress(peer, contacted=False)
-                length = torch.zeros(1, dtype=torch.int64, device=self._link.device)
                 # stall_timeout does not apply before the first message of the sender.
-                self._receive(frames, length, stall_s=None)
+                length = int(self._receive(frames, 1, torch.int64, stall_s=None).item())
                 self._progress = Progress(peer)
                 self._enter(ReceiverState.FRAME)
-                nbytes = int(length.item())
-                check_length(nbytes, self._options.max_metadata_bytes)
-                # Zeros: what is decoded must not depend on what the memory held before.
-                buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._link.device)
-                self._receive(frames, buffer, stall_s=self._options.stall_s)
-            data = first_bytes(buffer, nbytes)
+                check_length(length, self._options.max_metadata_bytes)
+                buffer = self._receive(frames, length, torch.uint8, stall_s=self._options.stall_s)
+            data = first_bytes(buffer, length)
             refusal = decode_refusal(data)
             if refusal is None:
                 return data
@@ -227,13 +223,19 @@ class _Receive:
                     peer=peer,
                 )
 
-    def _receive(self, frames: Channel, buffer: torch.Tensor, stall_s: float | None) -> None:
-        def steps() -> Steps[None]:
+    def _receive(
+        self, frames: Channel, count: int, dtype: torch.dtype, stall_s: float | None
+    ) -> torch.Tensor:
+        def steps() -> Steps[torch.Tensor]:
+            # Zeros, so that the content never depends on what the memory held before. The buffer is created in
+            # the lane, because the caller may be in inference mode.
+            buffer = torch.zeros(count, dtype=dtype, device=self._link.device)
             yield frames.recv(buffer)
+            return buffer
 
         lane = Lane(self._progress, Cancellation(), steps())
         run_lanes(self._link, [lane], Limits(self._phases.deadline_s, stall_s), self._runner)
-        lane.result()
+        return lane.result()
 
     def _decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
         if is_frame(data):
