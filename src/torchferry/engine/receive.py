@@ -227,8 +227,8 @@ class _Receive:
         self, frames: Channel, count: int, dtype: torch.dtype, stall_s: float | None
     ) -> torch.Tensor:
         def steps() -> Steps[torch.Tensor]:
-            # Zeros, so that the content never depends on what the memory held before. The buffer is created in
-            # the lane, because the caller may be in inference mode.
+            # Zeros, so that the content does not depend on what the memory held before. The buffer is created
+            # in the lane, because the caller may be in inference mode.
             buffer = torch.zeros(count, dtype=dtype, device=self._link.device)
             yield frames.recv(buffer)
             return buffer
