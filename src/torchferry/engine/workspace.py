@@ -22,7 +22,6 @@ from torchferry.core.plan import Plan, make_plan
 from torchferry.engine.staging import Staging
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import StorageLayout
 from torchferry.tensors.kinds import RebuildContext
 
 T = TypeVar("T")
@@ -85,10 +84,6 @@ class Workspace:
         """
         key = ("plan", encoded.parts[codec.PARTS.index("tensors")], sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
-
-    def layout(self, encoded: EncodedManifest) -> StorageLayout:
-        """Return the storage layout of a manifest."""
-        return self._get(("layout", *encoded.key), lambda: StorageLayout(encoded.manifest))
 
     def prepare(self, encoded: EncodedManifest, context: RebuildContext) -> Prepared:
         """Prepare a manifest as `tensors.assemble.prepare` does.

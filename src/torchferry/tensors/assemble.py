@@ -6,23 +6,20 @@ can be wrong, such as sparse indices that are out of range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from types import NoneType
-from typing import NamedTuple
 
 from torchferry.core.compare import Comparison, Extra
-from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
-from torchferry.core.text import MAX_CHARACTERS
+from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
-from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
+from torchferry.errors import FerryError, Mismatch, PickleRefused, StateMismatch
 from torchferry.tensors.containers import Container
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
-from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
-from torchferry.tensors.values import from_wire
+from torchferry.tensors.values import from_wire, try_build
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,11 @@ class Prepared:
 
     manifest: Manifest
     containers: list[Container]
-    values: dict[int, object]
+    values: dict[int, object] = field(default_factory=dict)
+
+    def build(self, number: int, children: list[object]) -> object:
+        """Build one container."""
+        return self.containers[number].build(children)
 
 
 def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
@@ -51,32 +52,34 @@ def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] |
     try:
         for number in range(len(manifest.leaves)) if only is None else sorted(only):
             leaf = manifest.leaves[number]
-            key: object = None
-            if len(leaf.parts) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
-                spec = tensors[leaf.parts[0]]
-                key = leaf.kind, leaf.traits, spec.dtype, spec.itemsize, spec.conj, spec.neg
-                if key in checked:
-                    continue
+            specs = [tensors[part] for part in leaf.parts]
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
-            elif leaf.kind == PICKLED:
+                continue
+            if leaf.kind == PICKLED:
                 values[number] = _unpickle(from_wire(leaf.traits), site)
-            else:
-                specs = [tensors[part] for part in leaf.parts]
+                continue
+            key: object = None
+            if len(specs) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
+                key = leaf.kind, leaf.traits, _dtype_key(specs[0])
+            if key is None or key not in checked:
                 for spec in specs:
                     check_dtype(spec)
                 check_form(kind_named(leaf.kind), leaf, specs)
-                if key is not None:
-                    checked.add(key)
+                checked.add(key)
     except FerryError as error:
         raise _at(manifest, number, error) from None
     if only is not None:
         return Prepared(manifest, [], values)
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
-    dtypes = {(spec.dtype, spec.itemsize, spec.conj, spec.neg): spec for spec in tensors}
-    for spec in dtypes.values():
+    for spec in {_dtype_key(spec): spec for spec in tensors}.values():
         check_dtype(spec)
     return Prepared(manifest, _containers(manifest), values)
+
+
+def _dtype_key(spec: TensorSpec) -> object:
+    """Return all fields that `check_dtype` reads."""
+    return spec.dtype, spec.itemsize, spec.conj, spec.neg
 
 
 def _containers(manifest: Manifest) -> list[Container]:
@@ -109,17 +112,9 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
         return prepared.values[number]
     leaf = prepared.manifest.leaves[number]
     try:
-        return build(kind_named(leaf.kind), leaf)
+        return try_build(leaf.kind, build, kind_named(leaf.kind), leaf)
     except FerryError as error:
         raise _at(prepared.manifest, number, error) from None
-    except Exception as error:
-        # torch refuses what the peer sent, with any exception.
-        invalid = BadManifest(f"a {leaf.kind} that can't be put together: {str(error)[:MAX_CHARACTERS]}")
-        raise _at(prepared.manifest, number, invalid) from None
-
-
-def _builder(containers: Sequence[Container]) -> Callable[[int, list[object]], object]:
-    return lambda index, children: containers[index].build(children)
 
 
 def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext) -> object:
@@ -137,24 +132,11 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext)
                 tensors[part] = tensor_over(fresh.memory(spec.storage), spec)
         return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], site)
 
-    leaves = [
-        # Most leaves are a plain tensor that `unpack` created.
-        tensors[leaf.parts[0]]
-        if leaf.kind == DENSE.name and leaf.traits is None and leaf.parts[0] in tensors
-        else _build_leaf(prepared, number, build)
-        for number, leaf in enumerate(manifest.leaves)
-    ]
-    return rebuild(manifest, leaves, _builder(prepared.containers))
+    leaves = [_build_leaf(prepared, number, build) for number in range(len(manifest.leaves))]
+    return rebuild(manifest, leaves, prepared.build)
 
 
-class ResultTree(NamedTuple):
-    """The tree of the state that is returned, and its containers."""
-
-    manifest: Manifest
-    containers: list[Container]
-
-
-def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> ResultTree:
+def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
     """Choose the tree of a state that is received in place.
 
     That is the incoming tree if it has all paths, the local tree if the incoming state adds no path, and
@@ -164,12 +146,12 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         StateMismatch: a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
-        return ResultTree(local, _containers(local))
+        return Prepared(local, _containers(local))
     if strict:
-        return ResultTree(prepared.manifest, prepared.containers)
+        return prepared
     merged = merge(local, prepared.manifest)
     try:
-        return ResultTree(merged, _containers(merged))
+        return Prepared(merged, _containers(merged))
     except FerryError as error:
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())
@@ -183,8 +165,7 @@ def misfits(manifest: Manifest, numbers: Iterable[int], site: RebuildContext) ->
     found: dict[int, Misfit] = {}
     for number in numbers:
         leaf = manifest.leaves[number]
-        is_other = leaf.kind != DENSE.name and leaf.parts
-        if is_other and (misfit := kind_named(leaf.kind).misfit(leaf, site)):
+        if leaf.parts and (misfit := kind_named(leaf.kind).misfit(leaf, site)):
             found[number] = misfit
     places = [each for each in occurrences(manifest) if each.leaf in found] if found else []
     return [Mismatch(format_path(path), *found[number]) for path, number in places]
@@ -214,7 +195,7 @@ def assemble_in_place(
     prepared: Prepared,
     target: Description,
     comparison: Comparison,
-    tree: ResultTree,
+    tree: Prepared,
     site: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
@@ -237,12 +218,8 @@ def assemble_in_place(
         return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], site)
 
     if comparison.identical:
-        values = list(target.values)
-        for number, leaf in enumerate(manifest.leaves):
-            # A local tensor has nothing to be finished.
-            if leaf.kind != DENSE.name:
-                values[number] = finish(number, number)
-        return rebuild(manifest, values, _builder(prepared.containers))
+        values = [finish(number, number) for number in range(len(manifest.leaves))]
+        return rebuild(manifest, values, prepared.build)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     places = occurrences(tree.manifest)
     wanted = {path for path, _ in places}
@@ -253,4 +230,4 @@ def assemble_in_place(
                 built[number] = _build_leaf(prepared, number, build)
             received[path] = built[number]
     leaves = (received[path] if path in received else target.values[leaf] for path, leaf in places)
-    return rebuild_places(tree.manifest, leaves, _builder(tree.containers))
+    return rebuild_places(tree.manifest, leaves, tree.build)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_by
 from torchferry.errors import Unsendable
 from torchferry.tensors.containers import ContainerParts, take_apart
 from torchferry.tensors.kinds import kind_of
-from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
@@ -26,9 +24,6 @@ from torchferry.tensors.writable import READ_ONLY, find_read_only, holds_tensors
 from torchferry.torch_internals import UNCOUNTED, versions_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_MIN_TOGETHER = 16
-"""A container of at least this many tensors, and nothing else, is described in one step."""
 
 _COUNT_PATHS_AT = 1 << 15
 """When the walk reaches this many containers, all paths of the state are counted."""
@@ -167,10 +162,10 @@ class _Walk:
             try:
                 return self._add_leaf(self._leaf_of_other(value, error), value)
             except Unsendable as refusal:
-                raise _unsendable(format_path(path), refusal.what) from None
+                raise refusal.at(format_path(path)).with_context(phase="describe") from None
         if len(path) >= MAX_DEPTH:
-            raise _unsendable(
-                format_path(path[:8]) + "…",
+            raise _too_large(
+                path,
                 f"a {type(value).__qualname__} is nested deeper than {MAX_DEPTH}. If the state contains "
                 "itself, break the cycle; if not, flatten it",
             )
@@ -184,36 +179,17 @@ class _Walk:
             # If nested containers stand in two places each, there are exponentially many paths to walk.
             self._path_bytes = max(self._path_bytes, _count_paths(self._state, {})[1])
         if self._path_bytes > MAX_PATH_BYTES:
-            raise _unsendable(
-                format_path(path[:8]) + "…",
+            raise _too_large(
+                path,
                 f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes together, which no receiver "
                 "accepts. Is one container in very many places? Each place is received as its own container",
             )
-        children = self._visit_together(parts.children)
-        if children is None:
-            children = [
-                self._visit(child, (*path, name), length_bytes + 8 + nbytes)
-                for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
-            ]
+        children = [
+            self._visit(child, (*path, name), length_bytes + 8 + nbytes)
+            for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
+        ]
         self._branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
         return ~index
-
-    def _visit_together(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Describe many strided tensors in one step. Returns None if a value is anything else, or known."""
-        if self._check_each or len(values) < _MIN_TOGETHER or not _PLAIN_TYPES.issuperset(map(type, values)):
-            return None
-        ids = list(map(id, values))
-        if len(set(ids)) < len(ids) or not self._leaf_by_id.keys().isdisjoint(ids):
-            return None
-        if {tensor.layout for tensor in values} != {torch.strided}:
-            return None
-        leaves = range(len(self._leaves), len(self._leaves) + len(values))
-        tensors = range(len(self._tensors), len(self._tensors) + len(values))
-        self._leaves += describe_many(values, [tensor.requires_grad for tensor in values], tensors)
-        self._values += values
-        self._tensors += values
-        self._leaf_by_id.update(zip(ids, leaves, strict=True))
-        return leaves
 
     def _visit_leaf(self, value: object) -> int:
         # A tensor that stands in two places is one leaf, and is received as one object.
@@ -245,15 +221,13 @@ class _Walk:
         return len(self._leaves) - 1
 
 
-def _unsendable(where: str, what: str) -> Unsendable:
-    return Unsendable(f"{where}: {what}", path=where, phase="describe")
+def _too_large(path: tuple[object, ...], what: str) -> Unsendable:
+    return Unsendable(what, phase="describe").at(format_path(path[:8]) + "…")
 
 
 def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
-    if set(map(type, keys)) == {str} and all(map(str.isascii, keys)):  # type: ignore[arg-type]
-        return tuple(keys)  # type: ignore[arg-type]
     try:
-        return tuple(map(to_wire, keys))
+        return tuple(key if type(key) is str and key.isascii() else to_wire(key) for key in keys)
     except Unsendable as error:
         raise Unsendable(f"among its keys, {error.what}") from None
 

@@ -57,9 +57,7 @@ class Memory(Struct, frozen=True, gc=False):
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Check that this machine has this much memory, before any of it is allocated.
-
-    A peer may announce any size. Linux often grants memory that it lacks, and kills the process later.
+    """Check that this machine has this much memory: Linux grants more, and kills the process later.
 
     Raises:
         StateError: the machine has less.
@@ -72,16 +70,22 @@ def check_room(nbytes: int, what: str) -> None:
         )
 
 
-def new_memory(nbytes: int, device: torch.device) -> Memory:
-    """Allocate uninitialized memory for one storage."""
-    storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-    return Memory(storage, 0, device)
+def new_memory(nbytes: int) -> Memory:
+    """Allocate uninitialized memory on the CPU for one storage.
+
+    Raises:
+        StateError: the allocation failed.
+    """
+    try:
+        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=CPU).untyped_storage(), 0, CPU)
+    except (RuntimeError, MemoryError) as error:
+        raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
 
 
 def memory_at(address: int, nbytes: int) -> Memory:
     """View memory of this process as a storage. The caller keeps its owner alive."""
     if nbytes == 0:
-        return new_memory(0, CPU)
+        return new_memory(0)
     block = (ctypes.c_uint8 * nbytes).from_address(address)
     return Memory(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, CPU)
 
@@ -180,15 +184,6 @@ def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.
         StateError: the memory of a piece was freed.
     """
     _copy_pieces(memories, pieces, buffer, into_buffer=False)
-
-
-def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
-    """Copy a flat buffer into one piece of memory, as `scatter` does.
-
-    Raises:
-        StateError: the memory of the piece was freed.
-    """
-    scatter([memory], [piece], buffer)
 
 
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
