@@ -79,14 +79,12 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     with suppress(AttributeError, TypeError):
         # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
-        coalesced = not isinstance(layout, Sequence) and isinstance(layout.shape, int)
-        if coalesced:
-            pairs = [(layout.shape, layout.stride)]
-        elif isinstance(layout, Sequence):
-            pairs = [(dim.shape, dim.stride) for dim in layout]
-        else:
-            pairs = list(zip(layout.shape, layout.stride, strict=True))
-        sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
+        dims = layout if isinstance(layout, Sequence) else None
+        shape = layout.shape if dims is None else [dim.shape for dim in dims]
+        stride = layout.stride if dims is None else [dim.stride for dim in dims]
+        coalesced = isinstance(shape, int)
+        sizes = tuple(map(_flat, [shape] if coalesced else shape))
+        strides = tuple(map(_flat, [stride] if coalesced else stride))
         return MeshLayout(tuple(ranks), sizes, strides, coalesced, mesh.device_type, names)  # type: ignore[arg-type]
     return _layout_of_ranks(mesh, names)
 
@@ -113,20 +111,19 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(inner for number in numbers for inner in _flat(number))
 
 
-def make_mesh(layout: MeshLayout, rank: int | None) -> DeviceMesh:
-    """Create a mesh without process groups. `rank` is this process's global rank, None if it has none.
+def make_mesh(layout: MeshLayout, rank: int) -> DeviceMesh:
+    """Create a mesh without process groups. `rank` is this process's global rank, -1 if it has none.
 
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
-    own = -1 if rank is None else rank
     # Some versions of DeviceMesh create tensors on the default device.
     with torch.device("cpu"):
         for make_layout in (_layout_by_dims, _layout_by_tuples):
             with suppress(ImportError, AttributeError, TypeError):
-                options: Any = {"_layout": make_layout(layout), "_rank": own, "_init_backend": False}
+                options: Any = {"_layout": make_layout(layout), "_rank": rank, "_init_backend": False}
                 ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
                 return DeviceMesh(layout.device, mesh_dim_names=layout.names, _rank_map=ranks, **options)
-        return _mesh_of_ranks(layout, own)
+        return _mesh_of_ranks(layout, rank)
 
 
 def _mesh_of_ranks(layout: MeshLayout, rank: int) -> DeviceMesh:

@@ -186,15 +186,9 @@ class Sink:
         for items in placement.itemwise:
             before_write()
             assert self._local is not None, "only local tensors are written item by item"
-            write_items(
-                buffer,
-                chunk.piece,
-                chunk.position,
-                self._manifest.tensors[items.incoming],
-                self._local.tensors[items.local],
-                self._local.manifest.tensors[items.local],
-                covers=items.covers,
-            )
+            theirs, ours = self._manifest.tensors[items.incoming], self._local.manifest.tensors[items.local]
+            memory = self._local.memories[ours.storage]
+            write_items(buffer, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
 
     def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
         """Hash the received chunks of a message.

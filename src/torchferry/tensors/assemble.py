@@ -14,7 +14,7 @@ from torchferry.core.compare import Comparison, Extra
 from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import FerryError, Mismatch, PickleRefused, StateMismatch
-from torchferry.tensors.containers import Container
+from torchferry.tensors.containers import BuildContainer, container_builder
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
@@ -24,15 +24,15 @@ from torchferry.tensors.values import from_wire, try_build
 
 @dataclass(frozen=True)
 class Prepared:
-    """A manifest that this process can build, its containers, and its decoded values by leaf."""
+    """A manifest that this process can build, builders of its containers, and its decoded values by leaf."""
 
     manifest: Manifest
-    containers: list[Container]
+    builders: list[BuildContainer]
     values: dict[int, object] = field(default_factory=dict)
 
     def build(self, number: int, children: list[object]) -> object:
         """Build one container."""
-        return self.containers[number].build(children)
+        return self.builders[number](children)
 
 
 def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
@@ -74,7 +74,7 @@ def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] |
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
     for spec in {_dtype_key(spec): spec for spec in tensors}.values():
         check_dtype(spec)
-    return Prepared(manifest, _containers(manifest), values)
+    return Prepared(manifest, _builders(manifest), values)
 
 
 def _dtype_key(spec: TensorSpec) -> object:
@@ -82,14 +82,14 @@ def _dtype_key(spec: TensorSpec) -> object:
     return spec.dtype, spec.itemsize, spec.conj, spec.neg
 
 
-def _containers(manifest: Manifest) -> list[Container]:
-    containers: list[Container] = []
+def _builders(manifest: Manifest) -> list[BuildContainer]:
+    builders: list[BuildContainer] = []
     try:
         for branch in manifest.branches:
-            containers.append(Container(branch))
+            builders.append(container_builder(branch))
     except FerryError as error:
-        raise _at(manifest, ~len(containers), error) from None
-    return containers
+        raise _at(manifest, ~len(builders), error) from None
+    return builders
 
 
 def _unpickle(data: object, site: RebuildContext) -> object:
@@ -146,12 +146,12 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         StateMismatch: a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
-        return Prepared(local, _containers(local))
+        return Prepared(local, _builders(local))
     if strict:
         return prepared
     merged = merge(local, prepared.manifest)
     try:
-        return Prepared(merged, _containers(merged))
+        return Prepared(merged, _builders(merged))
     except FerryError as error:
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
@@ -164,8 +163,8 @@ def peek(memory: Memory, piece: Extent) -> bytes:
     Raises:
         StateError: its memory was freed.
     """
-    run = run_of(memory, piece)
-    return ctypes.string_at(run.data_ptr(), run.nbytes) if memory.device is CPU else bytes(run.tolist())
+    run = run_of(memory, piece).cpu()
+    return ctypes.string_at(run.data_ptr(), run.nbytes)
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
@@ -227,26 +226,21 @@ _memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_si
 )
 """memmove that keeps the interpreter lock: releasing it takes longer than copying a small piece."""
 
-_exhaust = deque[None](maxlen=0).extend
-
 
 def _copy_by_address(
     memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
 ) -> bool:
-    """Copy pieces that are in CPU memory and have no gaps with memmove; return whether that was possible."""
-    count = len(pieces)
-    if buffer.device != CPU or [memory.device for memory in memories].count(CPU) < count:
-        return False
-    if [piece.repeats for piece in pieces].count(()) < count:
+    """Copy pieces of CPU memory without gaps by memmove. Returns False if a piece needs the general path."""
+    if buffer.device != CPU or any(memory.device is not CPU for memory in memories):
         return False
     sizes = [piece.run_bytes for piece in pieces]
     starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
-    if any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories])):
+    is_freed = any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories]))
+    if is_freed or any(piece.repeats for piece in pieces):
         return False
     in_memory = map(add, starts, [memory.storage.data_ptr() for memory in memories])
-    in_buffer = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
-    if into_buffer:
-        _exhaust(map(_memmove, in_buffer, in_memory, sizes))
-    else:
-        _exhaust(map(_memmove, in_memory, in_buffer, sizes))
+    in_buffer = accumulate(sizes[:-1], initial=buffer.data_ptr())
+    targets, sources = (in_buffer, in_memory) if into_buffer else (in_memory, in_buffer)
+    for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+        _memmove(target, source, nbytes)
     return True

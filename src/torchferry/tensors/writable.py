@@ -28,10 +28,7 @@ _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
 def why_not_written(value: object, error: Unsendable) -> str | None:
-    """Return why a local value can't be overwritten in place; None if it is a value without tensors.
-
-    `error` is the reason why it could not be described.
-    """
+    """Return why a local value that can't be described can't be overwritten; None if it has no tensors."""
     name = registry.name_of(type(value))
     if isinstance(value, torch.Tensor):
         if is_lazy(value):
