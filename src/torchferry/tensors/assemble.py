@@ -1,7 +1,6 @@
 """Builds a state from its manifest: decodes the values, creates tensors over memory, builds the containers.
 
-`prepare` makes every check that needs only metadata, before any payload is received. After that, only payload
-can be wrong, such as sparse indices that are out of range.
+`prepare` makes every check that needs only metadata, before any payload is received.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torchferry.tensors.containers import BuildContainer, container_builder
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
+from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire, try_build
 
@@ -35,7 +35,7 @@ class Prepared:
         return self.builders[number](children)
 
 
-def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
+def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build the incoming state, and decode everything that is not payload.
 
     With `only`, check only these leaves, and no containers. The other leaves are dropped, so they may be of
@@ -57,7 +57,7 @@ def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] |
                 values[number] = from_wire(leaf.traits)
                 continue
             if leaf.kind == PICKLED:
-                values[number] = _unpickle(from_wire(leaf.traits), site)
+                values[number] = _unpickle(from_wire(leaf.traits), context)
                 continue
             key: object = None
             if len(specs) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
@@ -92,13 +92,13 @@ def _builders(manifest: Manifest) -> list[BuildContainer]:
     return builders
 
 
-def _unpickle(data: object, site: RebuildContext) -> object:
-    if site.unpickle is None or not isinstance(data, bytes):
+def _unpickle(data: object, context: RebuildContext) -> object:
+    if context.unpickle is None or not isinstance(data, bytes):
         raise PickleRefused(
             "this leaf is pickled, and loading it could run the sender's code. If you trust the sender, set "
             "allow_pickle=True on this side too"
         )
-    return site.unpickle(data)
+    return context.unpickle(data)
 
 
 def _at(manifest: Manifest, child: int, error: FerryError) -> FerryError:
@@ -117,7 +117,7 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
         raise _at(prepared.manifest, number, error) from None
 
 
-def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext) -> object:
+def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildContext) -> object:
     """Build the received state from new memory.
 
     Raises:
@@ -130,17 +130,20 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext)
             if part not in tensors:
                 spec = manifest.tensors[part]
                 tensors[part] = tensor_over(fresh.memory(spec.storage), spec)
-        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], site)
+        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], context)
 
-    leaves = [_build_leaf(prepared, number, build) for number in range(len(manifest.leaves))]
+    leaves = [
+        # Most leaves are a plain tensor that `unpack` created.
+        tensors[leaf.parts[0]]
+        if leaf.kind == DENSE.name and leaf.traits is None and leaf.parts[0] in tensors
+        else _build_leaf(prepared, number, build)
+        for number, leaf in enumerate(manifest.leaves)
+    ]
     return rebuild(manifest, leaves, prepared.build)
 
 
 def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
-    """Choose the tree of a state that is received in place.
-
-    That is the incoming tree if it has all paths, the local tree if the incoming state adds no path, and
-    otherwise both merged.
+    """Choose the tree of a state that is received in place: incoming, local, or both merged.
 
     Raises:
         StateMismatch: a merged container can't be built.
@@ -160,21 +163,22 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         raise StateMismatch([Mismatch(where, what, "more keys", "fewer keys")]) from None
 
 
-def misfits(manifest: Manifest, numbers: Iterable[int], site: RebuildContext) -> list[Mismatch]:
+def misfits(manifest: Manifest, numbers: Iterable[int], context: RebuildContext) -> list[Mismatch]:
     """List the leaves that can't be rebuilt in this process, such as the shard of another position."""
     found: dict[int, Misfit] = {}
     for number in numbers:
         leaf = manifest.leaves[number]
-        if leaf.parts and (misfit := kind_named(leaf.kind).misfit(leaf, site)):
+        if leaf.parts and (misfit := kind_named(leaf.kind).misfit(leaf, context)):
             found[number] = misfit
-    places = [each for each in occurrences(manifest) if each.leaf in found] if found else []
-    return [Mismatch(format_path(path), *found[number]) for path, number in places]
+    if not found:
+        return []
+    return [Mismatch(format_path(path), *found[n]) for path, n in occurrences(manifest) if n in found]
 
 
 def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]:
     """Find leaves that only the peer has, and whose tensors are written to a local leaf at another path.
 
-    Tied weights are such leaves: two keys of a state dict with the same memory. They become the local leaf.
+    Tied weights are such leaves: two keys of a state dict with the same memory.
     """
     if not comparison.incoming_only:
         return {}
@@ -184,11 +188,8 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
         return leaf.kind, leaf.fixed, leaf.traits, tuple(manifest.tensors[part] for part in leaf.parts)
 
     paths = {identity(pair.incoming): pair.path for pair in reversed(comparison.pairs)}
-    found: dict[int, Path] = {}
-    for _, number in comparison.incoming_only:
-        if manifest.leaves[number].parts and (path := paths.get(identity(number))) is not None:
-            found[number] = path
-    return found
+    candidates = [number for _, number in comparison.incoming_only if manifest.leaves[number].parts]
+    return {n: paths[identity(n)] for n in candidates if identity(n) in paths}
 
 
 def assemble_in_place(
@@ -196,13 +197,12 @@ def assemble_in_place(
     target: Description,
     comparison: Comparison,
     tree: Prepared,
-    site: RebuildContext,
+    context: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
     """Build the received state around the local tensors that were written.
 
-    Incoming values replace local values. `memory_of` returns the memory of an incoming storage, for leaves
-    that have no local tensor.
+    `memory_of` returns the memory of an incoming storage, for leaves that have no local tensor.
 
     Raises:
         PeerError: the payload of a leaf is invalid; names its path.
@@ -215,7 +215,7 @@ def assemble_in_place(
 
     def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]
-        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], site)
+        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], context)
 
     if comparison.identical:
         values = [finish(number, number) for number in range(len(manifest.leaves))]

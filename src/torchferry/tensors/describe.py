@@ -26,7 +26,7 @@ from torchferry.torch_internals import UNCOUNTED, versions_of
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _COUNT_PATHS_AT = 1 << 15
-"""When the walk reaches this many containers, all paths of the state are counted."""
+"""When the walk reaches this many containers, all paths of the state are counted, without walking them."""
 
 _LeafOfOther = Callable[[object, Unsendable], Leaf]
 """Returns a leaf for a value that can't be described, or raises Unsendable. The error says why it can't."""
@@ -36,8 +36,8 @@ _LeafOfOther = Callable[[object, Unsendable], Leaf]
 class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
-    It keeps the values alive, and so their memory. `versions` are the version counters of the tensors.
-    `uncounted` are the tensors whose changes torch does not count: inference tensors, and views of ndarrays.
+    It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
+    whose changes torch does not count: inference tensors, and views of ndarrays.
     """
 
     manifest: Manifest
@@ -217,7 +217,6 @@ def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
 
 
 def _names_of(parts: ContainerParts) -> Sequence[object]:
-    """Return the keys of a container, or its positions if it has none."""
     return range(len(parts.children)) if parts.keys is None else parts.keys
 
 

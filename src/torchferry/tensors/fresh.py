@@ -23,9 +23,6 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
 from torchferry.tensors.memory import DTYPES, Memory, check_room, new_memory, scatter
 
-# torch's stubs say that this function returns None.
-_split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
-
 
 class FreshMemory:
     """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
@@ -85,7 +82,8 @@ class FreshMemory:
         shapes = [self._manifest.tensors[number].shape for number in numbers]
         try:
             with torch.inference_mode(self._inference):
-                created = _split_copy(flat.cpu().view(DTYPES[dtype]), list(map(prod, shapes)))
+                items = flat.cpu().view(DTYPES[dtype])
+                created: Any = torch.split_with_sizes_copy(items, list(map(prod, shapes)))  # type: ignore[func-returns-value]
                 for tensor, shape in zip(created, shapes, strict=True):
                     if len(shape) != 1:
                         tensor.resize_(shape)

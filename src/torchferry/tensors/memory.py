@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
@@ -31,16 +32,11 @@ RAW = {**_WORDS, 16: torch.complex128}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a manifest.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype in a manifest, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""Every dtype by its name in a manifest."""
 
 
 class Memory(Struct, frozen=True, gc=False):
@@ -186,10 +182,10 @@ def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.
 
 
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
-    """Check that a storage still has its memory. Otherwise torch would silently allocate new memory for it.
+    """Check that a storage still has `end` bytes. Otherwise torch would silently allocate new memory for it.
 
     Raises:
-        StateError: it holds fewer than `end` bytes.
+        StateError: it has fewer.
     """
     if end > storage.nbytes():
         raise StateError(
@@ -231,7 +227,7 @@ def _copy_by_address(
     memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
 ) -> bool:
     """Copy pieces of CPU memory without gaps by memmove. Returns False if a piece needs the general path."""
-    if buffer.device != CPU or any(memory.device is not CPU for memory in memories):
+    if buffer.device != CPU or [memory.device for memory in memories].count(CPU) < len(memories):
         return False
     sizes = [piece.run_bytes for piece in pieces]
     starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
@@ -241,6 +237,5 @@ def _copy_by_address(
     in_memory = map(add, starts, [memory.storage.data_ptr() for memory in memories])
     in_buffer = accumulate(sizes[:-1], initial=buffer.data_ptr())
     targets, sources = (in_buffer, in_memory) if into_buffer else (in_memory, in_buffer)
-    for target, source, nbytes in zip(targets, sources, sizes, strict=True):
-        _memmove(target, source, nbytes)
+    deque(map(_memmove, targets, sources, sizes), maxlen=0)  # a loop in C
     return True

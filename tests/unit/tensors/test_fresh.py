@@ -123,7 +123,7 @@ def test_a_failed_allocation_for_small_tensors_raises_and_the_sender_finishes(
     state = [torch.full((100,), float(n)) for n in range(COUNT)]
     send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
-    monkeypatch.setattr(module, "_split_copy", no_tensors)
+    monkeypatch.setattr(torch, "split_with_sizes_copy", no_tensors)
     monkeypatch.setattr(module, "new_memory", no_memory)
     with pytest.raises(StateError, match="no memory for 400 bytes"):
         receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))

@@ -162,14 +162,14 @@ def _misfit(leaf: Leaf, context: RebuildContext) -> Misfit | None:
         mesh = _slice_of(context.mesh, fixed.mesh, layout.names)
         if mesh is None:
             local = _show_mesh(context.mesh.shape, context.mesh.mesh_dim_names)
-            return Misfit("mesh", _show_mesh(fixed.mesh, layout.names), f"mesh={local}")
+            return "mesh", _show_mesh(fixed.mesh, layout.names), f"mesh={local}"
         coordinate = mesh.get_coordinate()
     elif dist.is_initialized():
         coordinate = layout.coordinate(dist.get_rank())
     here = _position(coordinate, fixed.mesh, fixed.placements)
     if here == fixed.position:
         return None
-    return Misfit("position of the shard in the mesh", _show_position(fixed.position), _show_position(here))
+    return "position of the shard in the mesh", _show_position(fixed.position), _show_position(here)
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
