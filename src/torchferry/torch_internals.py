@@ -49,7 +49,7 @@ class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(self.row(rank, dim).index(rank) for dim in range(len(self.sizes)))
 
     def row(self, rank: int, dim: int) -> list[int]:
-        """List the ranks whose other coordinates, along all other dimensions, are those of a rank."""
+        """List the ranks of the row along a dimension that contains a rank of the mesh."""
         return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
 
     def block(self, rank: int) -> list[int]:

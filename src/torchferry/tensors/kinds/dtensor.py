@@ -48,7 +48,7 @@ Position: TypeAlias = Annotated[tuple[Count | None, ...], Meta(max_length=MAX_DI
 
 
 class DTensorFixed(Form, frozen=True):
-    """What DTensors with the same shard have in common. A rank outside the mesh has no position."""
+    """What DTensors with the same shard share. `position` is None outside a mesh that splits the tensor."""
 
     placements: Annotated[tuple[PlacementForm, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
@@ -99,7 +99,10 @@ def _placement_from_wire(wire: PlacementForm) -> Placement:
 def _position(
     coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[PlacementForm]
 ) -> Position | None:
-    """Reduce a coordinate to the dimensions that split the tensor. A partial one does: ranks differ in it."""
+    """Return a coordinate without the dimensions that do not split the tensor.
+
+    Replicated dimensions and those of size 1 do not split it. Partial ones do: each rank has its own addend.
+    """
     splits = [n > 1 and wire[0] != "replicate" for n, wire in zip(mesh, placements, strict=True)]
     if coordinate is None:
         return None if any(splits) else (None,) * len(splits)
