@@ -60,7 +60,7 @@ def take_apart(value: object) -> ContainerParts | None:
 
 
 def container_builder(branch: Branch) -> BuildContainer:
-    """Return a function that builds a peer's container from its children. It was called once, with None for all.
+    """Return a function that builds a peer's container from its children. It was tried with None for each.
 
     Raises:
         BadManifest: its kind is unknown, or its keys or number of children are impossible.
