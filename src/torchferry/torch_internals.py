@@ -27,9 +27,8 @@ class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
     """A mesh as data: a flat list of ranks, and for each dimension its sizes and strides in that list.
 
     A dimension that torch made by flattening several has one size and one stride for each. A slice keeps the
-    ranks of the mesh that it was sliced from, so every one of those ranks can find its own slice.
-    `coalesced` is for torch 2.10 to 2.12, in which a flattened mesh is not equal to a one-dimensional mesh of
-    the same ranks. The types are checked when the layout comes from a peer.
+    ranks of the mesh that it was sliced from, so every one of those ranks can find its own slice. `coalesced`
+    marks a flattened mesh of torch 2.10 to 2.12, which is not equal to a one-dimensional mesh of its ranks.
     """
 
     ranks: tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...]
@@ -50,11 +49,7 @@ class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(self.row(rank, dim).index(rank) for dim in range(len(self.sizes)))
 
     def row(self, rank: int, dim: int) -> list[int]:
-        """List the ranks that share all coordinates but one with a rank of the mesh.
-
-        >>> MeshLayout((0, 1, 2, 3), ((2,), (2,)), ((2,), (1,)), False, "cpu", None).row(2, dim=0)
-        [0, 2]
-        """
+        """List the ranks of the row along a dimension that contains a rank of the mesh."""
         return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
 
     def block(self, rank: int) -> list[int]:
@@ -79,14 +74,12 @@ def layout_of(mesh: DeviceMesh) -> MeshLayout:
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     with suppress(AttributeError, TypeError):
         # From torch 2.13 on it is a sequence of dimensions; before that, two tuples, or two numbers.
-        coalesced = not isinstance(layout, Sequence) and isinstance(layout.shape, int)
-        if coalesced:
-            pairs = [(layout.shape, layout.stride)]
-        elif isinstance(layout, Sequence):
-            pairs = [(dim.shape, dim.stride) for dim in layout]
-        else:
-            pairs = list(zip(layout.shape, layout.stride, strict=True))
-        sizes, strides = zip(*((_flat(size), _flat(stride)) for size, stride in pairs), strict=True)
+        is_new = isinstance(layout, Sequence)
+        shape = [dim.shape for dim in layout] if is_new else layout.shape
+        stride = [dim.stride for dim in layout] if is_new else layout.stride
+        coalesced = isinstance(shape, int)
+        sizes = tuple(map(_flat, [shape] if coalesced else shape))
+        strides = tuple(map(_flat, [stride] if coalesced else stride))
         return MeshLayout(tuple(ranks), sizes, strides, coalesced, mesh.device_type, names)  # type: ignore[arg-type]
     return _layout_of_ranks(mesh, names)
 
@@ -113,20 +106,19 @@ def _flat(numbers: int | tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(inner for number in numbers for inner in _flat(number))
 
 
-def make_mesh(layout: MeshLayout, rank: int | None) -> DeviceMesh:
-    """Create a mesh without process groups. `rank` is this process's global rank, None if it has none.
+def make_mesh(layout: MeshLayout, rank: int) -> DeviceMesh:
+    """Create a mesh without process groups. `rank` is this process's global rank, -1 if it has none.
 
     Without `_MeshLayout`, the mesh is created from the ranks of the slice that contains `rank`.
     """
-    own = -1 if rank is None else rank
     # Some versions of DeviceMesh create tensors on the default device.
     with torch.device("cpu"):
         for make_layout in (_layout_by_dims, _layout_by_tuples):
             with suppress(ImportError, AttributeError, TypeError):
-                options: Any = {"_layout": make_layout(layout), "_rank": own, "_init_backend": False}
+                options: Any = {"_layout": make_layout(layout), "_rank": rank, "_init_backend": False}
                 ranks = torch.tensor(layout.ranks, dtype=torch.int, device="cpu")
                 return DeviceMesh(layout.device, mesh_dim_names=layout.names, _rank_map=ranks, **options)
-        return _mesh_of_ranks(layout, own)
+        return _mesh_of_ranks(layout, rank)
 
 
 def _mesh_of_ranks(layout: MeshLayout, rank: int) -> DeviceMesh:
@@ -210,11 +202,10 @@ def sharded_tensor_module() -> Any:
 
 
 def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
-    """Create a ShardedTensor from local shards and the metadata of the whole tensor.
+    """Create a ShardedTensor from local shards and the metadata of the whole tensor. Without it, ImportError.
 
     It bypasses the initializers: the one of ShardedTensor requires that this rank owned the shards before,
-    and the one of its base compares all pairs of shards, of which a peer chooses the number. Without
-    ShardedTensor, it raises ImportError.
+    and the one of its base compares all pairs of shards, of which a peer chooses the number.
     """
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
     from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
@@ -284,10 +275,7 @@ UNCOUNTED = -1
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counter of each tensor; UNCOUNTED for inference tensors, and without `_version`."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except (RuntimeError, AttributeError):
-        return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
+    return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
 
 
 def coo_members(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from torchferry.errors import FerryError
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
-from torchferry.tensors.fresh import FreshMemory, StorageLayout
+from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext
 from torchferry.testing import MemoryNetwork
 
@@ -99,7 +99,9 @@ def take_apart(data: bytes) -> None:
     frame = decode_any(data)
     plan(frame)
     prepare(frame.manifest, RebuildContext())
-    FreshMemory(StorageLayout(frame.manifest)).allocate(range(len(frame.manifest.storages)))
+    fresh = FreshMemory(frame.manifest)
+    for storage in range(len(frame.manifest.storages)):
+        fresh.memory(storage)
 
 
 def receive(frame: bytes, payload: Any = (), **options: Any) -> object:

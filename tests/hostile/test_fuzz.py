@@ -25,7 +25,7 @@ from torchferry.errors import FerryError, StateMismatch
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, choose_result_tree, misfits, prepare
 from torchferry.tensors.describe import describe_target
-from torchferry.tensors.fresh import FreshMemory, StorageLayout
+from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import run_of
 
@@ -57,7 +57,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         prepared = prepare(manifest, RebuildContext())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = FreshMemory(StorageLayout(manifest))
+            fresh = FreshMemory(manifest)
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
             assemble_fresh(prepared, fresh, RebuildContext())

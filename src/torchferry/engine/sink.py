@@ -22,17 +22,7 @@ from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.itemwise import without_repeats, write_items
-from torchferry.tensors.memory import (
-    CPU,
-    Memory,
-    check_room,
-    new_memory,
-    raw_over,
-    reread,
-    run_of,
-    scatter,
-    store,
-)
+from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -84,7 +74,8 @@ class Sink:
             StateError: there is not enough memory.
         """
         if self.fresh is not None:
-            self.fresh.allocate(storages)
+            for storage in storages:
+                self.fresh.memory(storage)
             return
         check_room(sum(self.manifest.storages[storage] for storage in storages), "the fresh tensors")
         for storage in storages:
@@ -180,19 +171,13 @@ class Sink:
     ) -> None:
         for place in placement.direct:
             before_write()
-            store(self._memory(place), chunk.piece, buffer)
+            scatter([self._memory(place)], [chunk.piece], buffer)
         for items in placement.itemwise:
             before_write()
             assert self.local is not None, "only local tensors are written item by item"
-            write_items(
-                buffer,
-                chunk.piece,
-                chunk.position,
-                self.manifest.tensors[items.incoming],
-                self.local.tensors[items.local],
-                self.local.manifest.tensors[items.local],
-                covers=items.covers,
-            )
+            theirs, ours = self.manifest.tensors[items.incoming], self.local.manifest.tensors[items.local]
+            memory = self.local.memories[ours.storage]
+            write_items(buffer, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
 
     def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
         """Hash the received chunks of a message.
@@ -258,10 +243,7 @@ class Sink:
         if storage not in self._scratch:
             nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
-            try:
-                self._scratch[storage] = new_memory(nbytes, CPU)
-            except (RuntimeError, MemoryError) as error:
-                raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
+            self._scratch[storage] = new_memory(nbytes)
         return self._scratch[storage]
 
     def increment_versions(self) -> None:

@@ -15,7 +15,6 @@ from torchferry.engine.sink import Sink
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import Mismatch, StateMismatch
 from torchferry.tensors.assemble import (
-    ResultTree,
     assemble_fresh,
     assemble_in_place,
     choose_result_tree,
@@ -61,7 +60,7 @@ def target_in_new_memory(
     manifest = incoming.manifest
     if mismatches := misfits(manifest, range(len(manifest.leaves)), context):
         raise StateMismatch(mismatches, hints=_shard_hints(mismatches))
-    fresh = FreshMemory(workspace.layout(incoming), HugePages(time.perf_counter))
+    fresh = FreshMemory(manifest, HugePages(time.perf_counter))
     sink = Sink(manifest, plan, fresh=fresh)
     # Packed tensors are allocated when they arrive, many at once.
     sink.allocate(plan.unpacked_storages())
@@ -101,7 +100,7 @@ def target_in_place(
         # Dropped leaves may have types that this process does not know.
         paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, context, only=paired_leaves)
-    tree = ResultTree(manifest, [])
+    tree = prepared
     placements = SAME_LAYOUT
     written: Collection[int] = range(len(local.tensors))
     fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}

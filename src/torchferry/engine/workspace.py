@@ -21,7 +21,6 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.plan import WINDOW_BYTES, Plan, make_plan
 from torchferry.tensors.assemble import Prepared, prepare
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import StorageLayout
 from torchferry.tensors.kinds import RebuildContext
 
 T = TypeVar("T")
@@ -64,12 +63,14 @@ class Workspace:
         Raises:
             BadManifest: the frame is malformed.
         """
-        frame = codec.decode(data, self._decode_manifest)
-        return frame, self.encode(frame.manifest)
+        encoded: list[EncodedManifest] = []
 
-    def _decode_manifest(self, data: bytes) -> Manifest:
-        key = ("manifest", data)
-        return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
+        def decode_manifest(raw: bytes) -> Manifest:
+            make = lambda: EncodedManifest(codec.decode_manifest(raw), raw)  # noqa: E731
+            encoded.append(self._get(("manifest", raw), make))
+            return encoded[0].manifest
+
+        return codec.decode(data, decode_manifest), encoded[0]
 
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
         """Plan a transfer as `make_plan` does, with the same arguments after the manifest.
@@ -81,10 +82,6 @@ class Workspace:
         # Only the tensors matter: a plan is kept while values, such as a step, change.
         key = ("plan", codec.pack(encoded.manifest.tensors), sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
-
-    def layout(self, encoded: EncodedManifest) -> StorageLayout:
-        """Return the storage layout of a manifest."""
-        return self._get(("layout", encoded.data), lambda: StorageLayout(encoded.manifest))
 
     def prepare(self, encoded: EncodedManifest, context: RebuildContext) -> Prepared:
         """Prepare a manifest as `tensors.assemble.prepare` does.

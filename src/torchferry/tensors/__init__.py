@@ -1,7 +1,6 @@
-"""State to manifest and back: everything that knows torch, and nothing of the outside world.
+"""State to manifest and back: everything that knows torch, and no I/O.
 
-`describe` turns a state into a manifest and the memory behind it, `assemble` turns a manifest and memory
-into a state. Between the two, each kind of leaf is one place (`kinds`), each kind of container one entry
-(`branches`), each kind of value one entry (`values`), and holds both halves: how it is described and how
-it is rebuilt.
+`describe` turns a state into a manifest and the memory behind it, `assemble` turns a manifest and memory into
+a state. Each kind of leaf (`kinds`), container (`containers`) and value (`values`) is one entry with both
+directions: how it is described and how it is rebuilt.
 """

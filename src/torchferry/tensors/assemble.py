@@ -1,40 +1,41 @@
 """Builds a state from its manifest: decodes the values, creates tensors over memory, builds the containers.
 
-`prepare` makes every check that needs only metadata, before any payload is received. After that, only payload
-can be wrong, such as sparse indices that are out of range.
+`prepare` makes every check that needs only metadata, before any payload is received.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from types import NoneType
-from typing import NamedTuple
 
 from torchferry.core.compare import Comparison, Extra
-from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
-from torchferry.core.text import MAX_CHARACTERS
+from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
-from torchferry.errors import BadManifest, FerryError, Mismatch, PickleRefused, StateMismatch
-from torchferry.tensors.containers import Container
+from torchferry.errors import FerryError, Mismatch, PickleRefused, StateMismatch
+from torchferry.tensors.containers import BuildContainer, container_builder
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
-from torchferry.tensors.values import from_wire
+from torchferry.tensors.values import from_wire, try_build
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A manifest that this process can build, its containers, and its decoded values by leaf."""
+    """A manifest that this process can build, builders of its containers, and its decoded values by leaf."""
 
     manifest: Manifest
-    containers: list[Container]
-    values: dict[int, object]
+    builders: list[BuildContainer]
+    values: dict[int, object] = field(default_factory=dict)
+
+    def build(self, number: int, children: list[object]) -> object:
+        """Build one container."""
+        return self.builders[number](children)
 
 
-def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
+def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build the incoming state, and decode everything that is not payload.
 
     With `only`, check only these leaves, and no containers. The other leaves are dropped, so they may be of
@@ -51,51 +52,53 @@ def prepare(manifest: Manifest, site: RebuildContext, *, only: Collection[int] |
     try:
         for number in range(len(manifest.leaves)) if only is None else sorted(only):
             leaf = manifest.leaves[number]
-            key: object = None
-            if len(leaf.parts) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
-                spec = tensors[leaf.parts[0]]
-                key = leaf.kind, leaf.traits, spec.dtype, spec.itemsize, spec.conj, spec.neg
-                if key in checked:
-                    continue
+            specs = [tensors[part] for part in leaf.parts]
             if leaf.kind == VALUE:
                 values[number] = from_wire(leaf.traits)
-            elif leaf.kind == PICKLED:
-                values[number] = _unpickle(from_wire(leaf.traits), site)
-            else:
-                specs = [tensors[part] for part in leaf.parts]
+                continue
+            if leaf.kind == PICKLED:
+                values[number] = _unpickle(from_wire(leaf.traits), context)
+                continue
+            key: object = None
+            if len(specs) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
+                key = leaf.kind, leaf.traits, _dtype_key(specs[0])
+            if key is None or key not in checked:
                 for spec in specs:
                     check_dtype(spec)
                 check_form(kind_named(leaf.kind), leaf, specs)
-                if key is not None:
-                    checked.add(key)
+                checked.add(key)
     except FerryError as error:
         raise _at(manifest, number, error) from None
     if only is not None:
         return Prepared(manifest, [], values)
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
-    dtypes = {(spec.dtype, spec.itemsize, spec.conj, spec.neg): spec for spec in tensors}
-    for spec in dtypes.values():
+    for spec in {_dtype_key(spec): spec for spec in tensors}.values():
         check_dtype(spec)
-    return Prepared(manifest, _containers(manifest), values)
+    return Prepared(manifest, _builders(manifest), values)
 
 
-def _containers(manifest: Manifest) -> list[Container]:
-    containers: list[Container] = []
+def _dtype_key(spec: TensorSpec) -> object:
+    """Return all fields that `check_dtype` reads."""
+    return spec.dtype, spec.itemsize, spec.conj, spec.neg
+
+
+def _builders(manifest: Manifest) -> list[BuildContainer]:
+    builders: list[BuildContainer] = []
     try:
         for branch in manifest.branches:
-            containers.append(Container(branch))
+            builders.append(container_builder(branch))
     except FerryError as error:
-        raise _at(manifest, ~len(containers), error) from None
-    return containers
+        raise _at(manifest, ~len(builders), error) from None
+    return builders
 
 
-def _unpickle(data: object, site: RebuildContext) -> object:
-    if site.unpickle is None or not isinstance(data, bytes):
+def _unpickle(data: object, context: RebuildContext) -> object:
+    if context.unpickle is None or not isinstance(data, bytes):
         raise PickleRefused(
             "this leaf is pickled, and loading it could run the sender's code. If you trust the sender, set "
             "allow_pickle=True on this side too"
         )
-    return site.unpickle(data)
+    return context.unpickle(data)
 
 
 def _at(manifest: Manifest, child: int, error: FerryError) -> FerryError:
@@ -109,20 +112,12 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
         return prepared.values[number]
     leaf = prepared.manifest.leaves[number]
     try:
-        return build(kind_named(leaf.kind), leaf)
+        return try_build(leaf.kind, build, kind_named(leaf.kind), leaf)
     except FerryError as error:
         raise _at(prepared.manifest, number, error) from None
-    except Exception as error:
-        # torch refuses what the peer sent, with any exception.
-        invalid = BadManifest(f"a {leaf.kind} that can't be put together: {str(error)[:MAX_CHARACTERS]}")
-        raise _at(prepared.manifest, number, invalid) from None
 
 
-def _builder(containers: Sequence[Container]) -> Callable[[int, list[object]], object]:
-    return lambda index, children: containers[index].build(children)
-
-
-def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext) -> object:
+def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildContext) -> object:
     """Build the received state from new memory.
 
     Raises:
@@ -135,7 +130,7 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext)
             if part not in tensors:
                 spec = manifest.tensors[part]
                 tensors[part] = tensor_over(fresh.memory(spec.storage), spec)
-        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], site)
+        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], context)
 
     leaves = [
         # Most leaves are a plain tensor that `unpack` created.
@@ -144,32 +139,22 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, site: RebuildContext)
         else _build_leaf(prepared, number, build)
         for number, leaf in enumerate(manifest.leaves)
     ]
-    return rebuild(manifest, leaves, _builder(prepared.containers))
+    return rebuild(manifest, leaves, prepared.build)
 
 
-class ResultTree(NamedTuple):
-    """The tree of the state that is returned, and its containers."""
-
-    manifest: Manifest
-    containers: list[Container]
-
-
-def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> ResultTree:
-    """Choose the tree of a state that is received in place.
-
-    That is the incoming tree if it has all paths, the local tree if the incoming state adds no path, and
-    otherwise both merged.
+def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
+    """Choose the tree of a state that is received in place: incoming, local, or both merged.
 
     Raises:
         StateMismatch: a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
-        return ResultTree(local, _containers(local))
+        return Prepared(local, _builders(local))
     if strict:
-        return ResultTree(prepared.manifest, prepared.containers)
+        return prepared
     merged = merge(local, prepared.manifest)
     try:
-        return ResultTree(merged, _containers(merged))
+        return Prepared(merged, _builders(merged))
     except FerryError as error:
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())
@@ -178,22 +163,22 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         raise StateMismatch([Mismatch(where, what, "more keys", "fewer keys")]) from None
 
 
-def misfits(manifest: Manifest, numbers: Iterable[int], site: RebuildContext) -> list[Mismatch]:
+def misfits(manifest: Manifest, numbers: Iterable[int], context: RebuildContext) -> list[Mismatch]:
     """List the leaves that can't be rebuilt in this process, such as the shard of another position."""
     found: dict[int, Misfit] = {}
     for number in numbers:
         leaf = manifest.leaves[number]
-        is_other = leaf.kind != DENSE.name and leaf.parts
-        if is_other and (misfit := kind_named(leaf.kind).misfit(leaf, site)):
+        if leaf.parts and (misfit := kind_named(leaf.kind).misfit(leaf, context)):
             found[number] = misfit
-    places = [each for each in occurrences(manifest) if each.leaf in found] if found else []
-    return [Mismatch(format_path(path), *found[number]) for path, number in places]
+    if not found:
+        return []
+    return [Mismatch(format_path(path), *found[n]) for path, n in occurrences(manifest) if n in found]
 
 
 def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]:
     """Find leaves that only the peer has, and whose tensors are written to a local leaf at another path.
 
-    Tied weights are such leaves: two keys of a state dict with the same memory. They become the local leaf.
+    Tied weights are such leaves: two keys of a state dict with the same memory.
     """
     if not comparison.incoming_only:
         return {}
@@ -203,25 +188,21 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
         return leaf.kind, leaf.fixed, leaf.traits, tuple(manifest.tensors[part] for part in leaf.parts)
 
     paths = {identity(pair.incoming): pair.path for pair in reversed(comparison.pairs)}
-    found: dict[int, Path] = {}
-    for _, number in comparison.incoming_only:
-        if manifest.leaves[number].parts and (path := paths.get(identity(number))) is not None:
-            found[number] = path
-    return found
+    candidates = [number for _, number in comparison.incoming_only if manifest.leaves[number].parts]
+    return {n: paths[identity(n)] for n in candidates if identity(n) in paths}
 
 
 def assemble_in_place(
     prepared: Prepared,
     target: Description,
     comparison: Comparison,
-    tree: ResultTree,
-    site: RebuildContext,
+    tree: Prepared,
+    context: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
     """Build the received state around the local tensors that were written.
 
-    Incoming values replace local values. `memory_of` returns the memory of an incoming storage, for leaves
-    that have no local tensor.
+    `memory_of` returns the memory of an incoming storage, for leaves that have no local tensor.
 
     Raises:
         PeerError: the payload of a leaf is invalid; names its path.
@@ -234,15 +215,11 @@ def assemble_in_place(
 
     def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]
-        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], site)
+        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], context)
 
     if comparison.identical:
-        values = list(target.values)
-        for number, leaf in enumerate(manifest.leaves):
-            # A local tensor has nothing to be finished.
-            if leaf.kind != DENSE.name:
-                values[number] = finish(number, number)
-        return rebuild(manifest, values, _builder(prepared.containers))
+        values = [finish(number, number) for number in range(len(manifest.leaves))]
+        return rebuild(manifest, values, prepared.build)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     places = occurrences(tree.manifest)
     wanted = {path for path, _ in places}
@@ -253,4 +230,4 @@ def assemble_in_place(
                 built[number] = _build_leaf(prepared, number, build)
             received[path] = built[number]
     leaves = (received[path] if path in received else target.values[leaf] for path, leaf in places)
-    return rebuild_places(tree.manifest, leaves, _builder(tree.containers))
+    return rebuild_places(tree.manifest, leaves, tree.build)

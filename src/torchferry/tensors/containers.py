@@ -1,7 +1,4 @@
-"""Containers: how each type is taken apart and put together again.
-
-One `ContainerKind` for one type, with both directions. Exact types only: a subclass is another type.
-"""
+"""Containers: one `ContainerKind` takes one type apart and builds it again. A subclass is another type."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ _FACTORIES: dict[str | None, Any] = {None: None} | {
 _ITEMS = "<items>"
 """The key for the items of a dataclass that is also a dict or list. No field can have this name."""
 
-_HEAP_TYPE = 1 << 9
-"""The flag that CPython sets for classes that are not built in."""
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are not built in
 
 
 class ContainerParts(NamedTuple):
@@ -37,6 +33,7 @@ class ContainerParts(NamedTuple):
     extra: Value = None
 
 
+BuildContainer: TypeAlias = Callable[[list[object]], object]
 _Parts: TypeAlias = tuple[Sequence[object] | None, Sequence[object], Value]
 
 
@@ -62,35 +59,26 @@ def take_apart(value: object) -> ContainerParts | None:
     return None if kind is None else ContainerParts(kind.name, *kind.split(value))
 
 
-class Container:
-    """A container from a peer that can be built here: its type is known, and its keys are decoded."""
+def container_builder(branch: Branch) -> BuildContainer:
+    """Return a function that builds a peer's container from its children. It was tried with None for each.
 
-    def __init__(self, branch: Branch) -> None:
-        """Look up the type, decode the keys, and build it once with None for all children.
+    Raises:
+        BadManifest: its kind is unknown, or its keys or number of children are impossible.
+        UnknownType: its type is not registered in this process.
+    """
+    kind = _by_name.get(branch.kind)
+    if kind is None:
+        raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
+    if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
+        raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
+    decoded = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
+    keys = values.try_build(kind.name, values.require_distinct, decoded)
 
-        Raises:
-            BadManifest: its kind is unknown, or its keys or number of children are impossible.
-            UnknownType: its type is not registered in this process.
-        """
-        kind = _by_name.get(branch.kind)
-        if kind is None:
-            raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
-        if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
-            raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
-        self._kind = kind
-        self._extra = branch.extra
-        keys = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
-        self._keys = values.try_build(kind.name, values.require_distinct, keys)
-        self.build([None] * len(branch.children))
+    def build(children: list[object]) -> object:
+        return values.try_build(kind.name, kind.build, [*keys], children, branch.extra)
 
-    def build(self, children: list[object]) -> object:
-        """Build the container.
-
-        Raises:
-            BadManifest: it can't have these children.
-            UnknownType: its type is not registered in this process any more.
-        """
-        return values.try_build(self._kind.name, self._kind.build, [*self._keys], children, self._extra)
+    build([None] * len(branch.children))
+    return build
 
 
 def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
@@ -127,30 +115,42 @@ def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
     return deque(children, maxlen)
 
 
+def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
+    """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances.
+
+    Raises:
+        Unsendable: a dataclass can't be rebuilt from its fields, because of its built-in type.
+    """
+    if registry.is_namedtuple(cls):
+        return tuple(cls._fields), tuple
+    fields = tuple(field.name for field in dataclasses.fields(cls))
+    base: type = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    if base is object:
+        return fields, base
+    if base in (OrderedDict, dict, list):
+        return (*fields, _ITEMS), base
+    raise Unsendable(
+        f"a {registry.name_of(cls)} can't be rebuilt from its fields, because it is also a "
+        f"{base.__name__}: convert it to a dict"
+    )
+
+
 def _split_fields(value: Any) -> _Parts:
-    cls = type(value)
-    name, fields = registry.name_of(cls), _field_names(cls)
+    name, (keys, base) = registry.name_of(type(value)), _keys_and_base(type(value))
+    fields = [key for key in keys if key is not _ITEMS]
     if unknown := [attribute for attribute in _attribute_names(value) if attribute not in fields]:
         raise Unsendable(
             f"a {name} has attributes besides its fields ({', '.join(unknown)}), which would be lost: "
             "remove them, or make them fields"
         )
-    if registry.is_namedtuple(cls):
-        return fields, tuple(value), name
+    if base is tuple:
+        return keys, tuple(value), name
     if unset := [field for field in fields if not hasattr(value, field)]:
         raise Unsendable(f"a {name} has fields that were never set ({', '.join(unset)}): set them")
     children = [getattr(value, field) for field in fields]
-    base = _container_base(cls)
-    if base is None:
-        return fields, children, name
-    items = list(base.__iter__(value)) if base is list else dict(base.items(value))
-    return (*fields, _ITEMS), [*children, items], name
-
-
-def _field_names(cls: type) -> tuple[str, ...]:
-    if registry.is_namedtuple(cls):
-        return tuple(cls._fields)  # type: ignore[attr-defined]
-    return tuple(field.name for field in dataclasses.fields(cls))
+    if base is not object:
+        children.append(list(base.__iter__(value)) if base is list else dict(base.items(value)))
+    return keys, children, name
 
 
 def _attribute_names(value: object) -> list[str]:
@@ -166,47 +166,29 @@ def _attribute_names(value: object) -> list[str]:
     return names
 
 
-def _container_base(cls: type) -> Any:
-    """Return the container that a dataclass is derived from: OrderedDict, dict or list; None for a plain one.
-
-    Raises:
-        Unsendable: it is derived from another built-in type, and can't be rebuilt from its fields.
-    """
-    built_in = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    if built_in in (object, OrderedDict, dict, list):
-        return None if built_in is object else built_in
-    raise Unsendable(
-        f"a {registry.name_of(cls)} can't be rebuilt from its fields, because it is also a "
-        f"{built_in.__name__}: convert it to a dict"
-    )
-
-
 def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
     """Build a namedtuple or dataclass without calling its methods."""
-    cls = registry.look_up(name)
-    fields = _field_names(cls)
-    is_namedtuple = registry.is_namedtuple(cls)
-    base = None if is_namedtuple else _container_base(cls)
-    if tuple(keys) != (fields if base is None else (*fields, _ITEMS)):
+    cls: Any = registry.look_up(name)
+    expected, base = _keys_and_base(cls)
+    if tuple(keys) != expected:
         incoming = ", ".join(show_name(str(key)) for key in keys[:20])
         raise UnknownType(
-            f"{name} has the fields {', '.join(fields)} here and {incoming} at the peer: "
+            f"{name} has the fields {', '.join(expected)} here and {incoming} at the peer: "
             "run the same code on both sides"
         )
-    if len(children) != len(keys):
-        raise ValueError(f"{len(children)} values for {len(keys)} fields")
-    if is_namedtuple:
+    if base is tuple:
         return tuple.__new__(cls, children)
-    built: Any = (base or object).__new__(cls)
-    for field, child in zip(fields, children, strict=False):
-        object.__setattr__(built, field, child)
-    # Container() builds it once with None for all children.
-    if base is not None and children[-1] is not None:
-        if base is list:
-            list.extend(built, values.require_type(list, children[-1]))
+    built = base.__new__(cls)
+    for key, child in zip(expected, children, strict=True):
+        if key is not _ITEMS:
+            object.__setattr__(built, key, child)
+        elif child is None:
+            pass  # `container_builder` builds it once with None for all children.
+        elif base is list:
+            list.extend(built, values.require_type(list, child))
         else:
-            for key, value in values.require_type(dict, children[-1]).items():
-                base.__setitem__(built, key, value)
+            for inner_key, inner in values.require_type(dict, child).items():
+                base.__setitem__(built, inner_key, inner)
     return built
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_by
 from torchferry.errors import Unsendable
 from torchferry.tensors.containers import ContainerParts, take_apart
 from torchferry.tensors.kinds import kind_of
-from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
@@ -27,11 +25,8 @@ from torchferry.torch_internals import UNCOUNTED, versions_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
-_MIN_TOGETHER = 16
-"""A container of at least this many tensors, and nothing else, is described in one step."""
-
 _COUNT_PATHS_AT = 1 << 15
-"""When the walk reaches this many containers, all paths of the state are counted."""
+"""When the walk reaches this many containers, all paths of the state are counted, without walking them."""
 
 _LeafOfOther = Callable[[object, Unsendable], Leaf]
 """Returns a leaf for a value that can't be described, or raises Unsendable. The error says why it can't."""
@@ -41,8 +36,8 @@ _LeafOfOther = Callable[[object, Unsendable], Leaf]
 class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
-    It keeps the values alive, and so their memory. `versions` are the version counters of the tensors.
-    `uncounted` are the tensors whose changes torch does not count: inference tensors, and views of ndarrays.
+    It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
+    whose changes torch does not count: inference tensors, and views of ndarrays.
     """
 
     manifest: Manifest
@@ -105,56 +100,40 @@ def _opaque_leaf(value: object, error: Unsendable) -> Leaf:
     return Leaf(OPAQUE, fixed=why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
 
-class _TensorUnsendable(Exception):
-    """One of the tensors can't be sent, and it is not known which."""
-
-
 def _describe(state: object, leaf_of_other: _LeafOfOther) -> Description:
-    """Describe a state in one pass, or in two if a tensor can't be sent.
-
-    The first pass checks all tensors together at its end, which is fast, but does not tell the path of a
-    tensor that fails. The second pass checks each tensor at its path.
-    """
     try:
+        walk = _Walk(state, leaf_of_other)
         try:
-            return _Walk(state, leaf_of_other, check_each=False).describe()
-        except _TensorUnsendable:
-            return _Walk(state, leaf_of_other, check_each=True).describe()
+            specs, memories, sizes = find_storages(walk.tensors)
+        except (Unsendable, RuntimeError):
+            # Checking all tensors at once is fast, but does not tell which one can't be sent.
+            walk = _Walk(state, leaf_of_other, check_each=True)
+            specs, memories, sizes = find_storages(walk.tensors)
     except RecursionError:
         what = "the state is nested deeper than Python's stack allows here: flatten it, or nest fewer calls"
         raise Unsendable(what, phase="describe") from None
+    manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
+    versions = versions_of(walk.tensors)
+    inference = [number for number, version in enumerate(versions) if version == UNCOUNTED]
+    uncounted = frozenset(walk.array_tensors + inference)
+    return Description(manifest, memories, tuple(walk.tensors), tuple(walk.values), versions, uncounted)
 
 
 class _Walk:
-    """One pass through one state."""
+    """One pass through a state. With `check_each`, each tensor is checked at its path."""
 
-    def __init__(self, state: object, leaf_of_other: _LeafOfOther, *, check_each: bool) -> None:
+    def __init__(self, state: object, leaf_of_other: _LeafOfOther, *, check_each: bool = False) -> None:
+        self.branches: list[Branch] = []
+        self.leaves: list[Leaf] = []
+        self.values: list[object] = []
+        self.tensors: list[torch.Tensor] = []
+        self.array_tensors: list[int] = []
         self._state = state
         self._leaf_of_other = leaf_of_other
         self._check_each = check_each
-        self._branches: list[Branch] = []
-        self._leaves: list[Leaf] = []
-        self._values: list[object] = []
-        self._tensors: list[torch.Tensor] = []
-        self._uncounted: list[int] = []
         self._leaf_by_id: dict[int, int] = {}
         self._path_bytes = 0
-
-    def describe(self) -> Description:
-        root = self._visit(self._state, (), 0)
-        try:
-            specs, memories, sizes = find_storages(self._tensors)
-        except (Unsendable, RuntimeError) as error:
-            if self._check_each:
-                raise
-            raise _TensorUnsendable from error
-        branches, leaves = tuple(self._branches), tuple(self._leaves)
-        manifest = Manifest(root, branches, leaves, specs, sizes)
-        tensors, values = tuple(self._tensors), tuple(self._values)
-        versions = versions_of(tensors)
-        inference = [number for number, version in enumerate(versions) if version == UNCOUNTED]
-        uncounted = frozenset(self._uncounted + inference)
-        return Description(manifest, memories, tensors, values, versions, uncounted)
+        self.root = self._visit(state, (), 0)
 
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe the value at a path of this length, and return its number as `Branch.children` has it."""
@@ -167,53 +146,34 @@ class _Walk:
             try:
                 return self._add_leaf(self._leaf_of_other(value, error), value)
             except Unsendable as refusal:
-                raise _unsendable(format_path(path), refusal.what) from None
+                raise refusal.at(format_path(path)).with_context(phase="describe") from None
         if len(path) >= MAX_DEPTH:
-            raise _unsendable(
-                format_path(path[:8]) + "…",
+            raise _too_large(
+                path,
                 f"a {type(value).__qualname__} is nested deeper than {MAX_DEPTH}. If the state contains "
                 "itself, break the cycle; if not, flatten it",
             )
-        index = len(self._branches)
+        index = len(self.branches)
         branch = Branch(parts.kind, (0,) * len(parts.children), keys, parts.extra)
-        # Parents come before their children. The numbers of the children follow below.
-        self._branches.append(branch)
+        # Parents come before their children, whose numbers follow below.
+        self.branches.append(branch)
         key_bytes = path_bytes(branch)
         self._path_bytes += len(key_bytes) * (length_bytes + 16) + sum(key_bytes)
         if index == _COUNT_PATHS_AT:
             # If nested containers stand in two places each, there are exponentially many paths to walk.
             self._path_bytes = max(self._path_bytes, _count_paths(self._state, {})[1])
         if self._path_bytes > MAX_PATH_BYTES:
-            raise _unsendable(
-                format_path(path[:8]) + "…",
+            raise _too_large(
+                path,
                 f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes together, which no receiver "
                 "accepts. Is one container in very many places? Each place is received as its own container",
             )
-        children = self._visit_together(parts.children)
-        if children is None:
-            children = [
-                self._visit(child, (*path, name), length_bytes + 8 + nbytes)
-                for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
-            ]
-        self._branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
+        children = [
+            self._visit(child, (*path, name), length_bytes + 8 + nbytes)
+            for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
+        ]
+        self.branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
         return ~index
-
-    def _visit_together(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Describe many strided tensors in one step. Returns None if a value is anything else, or known."""
-        if self._check_each or len(values) < _MIN_TOGETHER or not _PLAIN_TYPES.issuperset(map(type, values)):
-            return None
-        ids = list(map(id, values))
-        if len(set(ids)) < len(ids) or not self._leaf_by_id.keys().isdisjoint(ids):
-            return None
-        if {tensor.layout for tensor in values} != {torch.strided}:
-            return None
-        leaves = range(len(self._leaves), len(self._leaves) + len(values))
-        tensors = range(len(self._tensors), len(self._tensors) + len(values))
-        self._leaves += describe_many(values, [tensor.requires_grad for tensor in values], tensors)
-        self._values += values
-        self._tensors += values
-        self._leaf_by_id.update(zip(ids, leaves, strict=True))
-        return leaves
 
     def _visit_leaf(self, value: object) -> int:
         # A tensor that stands in two places is one leaf, and is received as one object.
@@ -222,44 +182,41 @@ class _Walk:
         kind = kind_of(value)
         if kind is None:
             return self._add_leaf(Leaf(VALUE, traits=to_wire(value)), value)
-        count = len(self._tensors)
+        count = len(self.tensors)
         try:
             leaf = kind.describe(value, self._add_tensor)
         except Unsendable:
-            del self._tensors[count:]
+            del self.tensors[count:]
             raise
         if kind is NDARRAY:
-            self._uncounted += leaf.parts
-        self._leaf_by_id[id(value)] = len(self._leaves)
+            self.array_tensors += leaf.parts
+        self._leaf_by_id[id(value)] = len(self.leaves)
         return self._add_leaf(leaf, value)
 
     def _add_tensor(self, tensor: torch.Tensor) -> int:
         if self._check_each:
             check_tensor(tensor)
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def _add_leaf(self, leaf: Leaf, value: object) -> int:
-        self._leaves.append(leaf)
-        self._values.append(value)
-        return len(self._leaves) - 1
+        self.leaves.append(leaf)
+        self.values.append(value)
+        return len(self.leaves) - 1
 
 
-def _unsendable(where: str, what: str) -> Unsendable:
-    return Unsendable(f"{where}: {what}", path=where, phase="describe")
+def _too_large(path: tuple[object, ...], what: str) -> Unsendable:
+    return Unsendable(what, phase="describe").at(format_path(path[:8]) + "…")
 
 
 def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
-    if set(map(type, keys)) == {str} and all(map(str.isascii, keys)):  # type: ignore[arg-type]
-        return tuple(keys)  # type: ignore[arg-type]
     try:
-        return tuple(map(to_wire, keys))
+        return tuple(key if type(key) is str and key.isascii() else to_wire(key) for key in keys)
     except Unsendable as error:
         raise Unsendable(f"among its keys, {error.what}") from None
 
 
 def _names_of(parts: ContainerParts) -> Sequence[object]:
-    """Return the keys of a container, or its positions if it has none."""
     return range(len(parts.children)) if parts.keys is None else parts.keys
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from math import prod
@@ -21,49 +21,25 @@ import torch
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
-from torchferry.errors import StateError
-from torchferry.tensors.memory import CPU, DTYPES, Memory, check_room, new_memory, scatter
-
-# torch's stubs say that this function returns None.
-_split_copy: Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
-
-
-class StorageLayout:
-    """The storages of a manifest that are exactly one contiguous tensor."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-
-    @cached_property
-    def only_tensor(self) -> list[int | None]:
-        """For each storage the number of its tensor, if that is the only one, contiguous, and fills it."""
-        sizes, tensors = self.manifest.storages, self.manifest.tensors
-        counts = Counter([spec.storage for spec in tensors])
-        found: list[int | None] = [None] * len(sizes)
-        for number, spec in enumerate(tensors):
-            is_plain = counts[spec.storage] == 1 and not spec.conj and not spec.neg
-            if is_plain and _fills(spec.dtype, spec.shape, spec.stride, spec.itemsize, sizes[spec.storage]):
-                found[spec.storage] = number
-        return found
+from torchferry.tensors.memory import DTYPES, Memory, check_room, new_memory, scatter
 
 
 class FreshMemory:
     """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
-    def __init__(self, layout: StorageLayout, pages: HugePages | None = None) -> None:
+    def __init__(self, manifest: Manifest, pages: HugePages | None = None) -> None:
         """Check that the machine has enough memory. With `pages`, large storages get huge pages.
 
         Raises:
             StateError: it has less.
         """
         self.tensors: dict[int, torch.Tensor] = {}
-        self._layout = layout
-        self._sizes = layout.manifest.storages
+        self._manifest = manifest
         self._memories: dict[int, Memory] = {}
         self._pages = pages
         # `unpack` runs in another thread, and inference mode belongs to this one.
         self._inference = torch.is_inference_mode_enabled()
-        check_room(sum(self._sizes), "the incoming state")
+        check_room(sum(manifest.storages), "the incoming state")
 
     def memory(self, storage: int) -> Memory:
         """Return the memory of a storage.
@@ -72,24 +48,12 @@ class FreshMemory:
             StateError: the allocation failed.
         """
         if storage not in self._memories:
-            try:
-                self._memories[storage] = new_memory(self._sizes[storage], CPU)
-            except (RuntimeError, MemoryError) as error:
-                raise self._no_memory(error) from None
+            self._memories[storage] = new_memory(self._manifest.storages[storage])
         return self._memories[storage]
-
-    def allocate(self, storages: Iterable[int]) -> None:
-        """Allocate these storages now.
-
-        Raises:
-            StateError: an allocation failed.
-        """
-        for storage in storages:
-            self.memory(storage)
 
     def fault_in(self, piece: Extent) -> None:
         """Fault in the pages that a piece is about to be received into, if that is fast."""
-        nbytes = self._sizes[piece.storage]
+        nbytes = self._manifest.storages[piece.storage]
         if self._pages is not None and nbytes >= _MIN_HUGE_BYTES:
             first = self.memory(piece.storage).storage.data_ptr()
             self._pages.fault_in(first + piece.offset, first + piece.end, first + nbytes)
@@ -100,8 +64,8 @@ class FreshMemory:
         Raises:
             StateError: an allocation failed.
         """
-        tensors = self._layout.manifest.tensors
-        numbers = [self._layout.only_tensor[chunk.piece.storage] for chunk in chunks]
+        tensors = self._manifest.tensors
+        numbers = [self._only_tensor[chunk.piece.storage] for chunk in chunks]
         dtypes = [None if number is None else tensors[number].dtype for number in numbers]
         first = start = 0
         for dtype, run in groupby(dtypes):
@@ -115,24 +79,32 @@ class FreshMemory:
 
     def _create(self, numbers: Sequence[int], dtype: str, flat: torch.Tensor) -> bool:
         """Create tensors of one dtype from their bytes, and return whether that was possible."""
-        shapes = [self._layout.manifest.tensors[number].shape for number in numbers]
+        shapes = [self._manifest.tensors[number].shape for number in numbers]
         try:
             with torch.inference_mode(self._inference):
-                created = _split_copy(flat.cpu().view(DTYPES[dtype]), list(map(prod, shapes)))
+                items = flat.cpu().view(DTYPES[dtype])
+                created: Any = torch.split_with_sizes_copy(items, list(map(prod, shapes)))  # type: ignore[func-returns-value]
                 for tensor, shape in zip(created, shapes, strict=True):
                     if len(shape) != 1:
                         tensor.resize_(shape)
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             # The bytes are not aligned to the item size, or they are one chunk of a large tensor, or an
             # allocation failed, which `memory` reports.
             return False
-        except MemoryError as error:
-            raise self._no_memory(error) from None
         self.tensors.update(zip(numbers, created, strict=True))
         return True
 
-    def _no_memory(self, error: Exception) -> StateError:
-        return StateError(f"no memory for the {sum(self._sizes)} bytes of the incoming state: {error}")
+    @cached_property
+    def _only_tensor(self) -> list[int | None]:
+        """For each storage the number of its tensor, if that is the only one, contiguous, and fills it."""
+        sizes, tensors = self._manifest.storages, self._manifest.tensors
+        counts = Counter([spec.storage for spec in tensors])
+        found: list[int | None] = [None] * len(sizes)
+        for number, spec in enumerate(tensors):
+            is_plain = counts[spec.storage] == 1 and not spec.conj and not spec.neg
+            if is_plain and _fills(spec.dtype, spec.shape, spec.stride, spec.itemsize, sizes[spec.storage]):
+                found[spec.storage] = number
+        return found
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +125,6 @@ _SLOW_S = 0.002
 """Faulting in 2 MiB of small pages takes this long. An available huge page takes a fifth of it."""
 
 _MAX_SLOW_PAGES = 2
-"""After this many slow huge pages in a row, no more are requested."""
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -164,7 +135,8 @@ class HugePages:
 
     Faulting in 4 KiB pages on first write takes longer than receiving their bytes. Huge pages of 2 MiB are
     faster, except where the kernel must first compact memory, or a virtual machine must get it from its host:
-    there they take five times as long as small pages. So each request is timed with the given clock.
+    there they take five times as long as small pages. So each request is timed with the given clock, and
+    after a few slow ones in a row no more huge pages are requested.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import TensorSpec
 from torchferry.core.strides import count_items_below, memory_order, split_into_boxes
-from torchferry.tensors.memory import RAW, Memory, reread, strided
+from torchferry.tensors.memory import RAW, Memory, raw_over, reread, strided
 
 
 def write_items(
@@ -22,12 +22,12 @@ def write_items(
     piece: Extent,
     position: int,
     incoming: TensorSpec,
-    local: torch.Tensor,
-    local_spec: TensorSpec,
+    memory: Memory,
+    local: TensorSpec,
     *,
     covers: bool,
 ) -> None:
-    """Write the items of `incoming` that a chunk holds into the local tensor.
+    """Write the items of `incoming` that a chunk holds into the local tensor in `memory`.
 
     `position` is where the chunk starts in the packed bytes of its extent. With `covers`, the incoming tensor
     is the whole extent, so the position tells which items the chunk holds. Otherwise their addresses do.
@@ -50,18 +50,18 @@ def write_items(
         chunk_start, tensor_start = piece.offset, incoming.offset
         # The chunk may begin with bytes of other tensors, between two items.
         misaligned = piece.offset % size
-    buffer = _readable(buffer, local, misaligned)
+    buffer = _readable(buffer, memory, size, misaligned)
     source = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
     # Dimensions of size one and expanded dimensions have no items of their own.
     others = [d for d in range(len(incoming.shape)) if d not in dims]
-    target = without_repeats(_raw(local)).permute((*dims, *others))
+    target = without_repeats(raw_over(memory, local)).permute((*dims, *others))
     for start, lengths in split_into_boxes(shape, first, end):
         into = target
         for dim, (at, length) in enumerate(zip(start, lengths, strict=True)):
             into = into.narrow(dim, at, length)
         offset = tensor_start + size * sum(map(mul, start, stride)) - chunk_start
         items = strided(source, RAW[size], offset, lengths, tuple(stride))
-        into.copy_(reread(items, incoming, local_spec)[(..., *[None] * len(others))])
+        into.copy_(reread(items, incoming, local)[(..., *[None] * len(others))])
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,23 +72,15 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _raw(local: torch.Tensor) -> torch.Tensor:
-    """View a tensor with the RAW dtype of its item size."""
-    size = local.itemsize
-    memory = Memory(local.untyped_storage(), 0, local.device)
-    return strided(memory, RAW[size], int(local.storage_offset()) * size, tuple(local.shape), local.stride())
-
-
-def _readable(buffer: torch.Tensor, local: torch.Tensor, misaligned: int) -> torch.Tensor:
-    """Return the buffer, or a copy of it, whose items can be viewed and don't change when `local` is written.
+def _readable(buffer: torch.Tensor, memory: Memory, itemsize: int, misaligned: int) -> torch.Tensor:
+    """Return the buffer, or a copy whose items can be viewed and don't change when `memory` is written.
 
     A tensor can view items only at multiples of their size. The buffer, which must start `misaligned` bytes
-    after one, may be memory of a local tensor with smaller items, or of a neighbour of `local`.
+    after one, may be memory of a local tensor with smaller items, or of a neighbour of the written one.
     """
-    storage = local.untyped_storage()
-    low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    overlaps = buffer.data_ptr() < high and low < buffer.data_ptr() + buffer.nbytes
-    if not overlaps and int(buffer.storage_offset()) % local.itemsize == misaligned:
+    low = memory.storage.data_ptr()
+    overlaps = buffer.data_ptr() < low + memory.storage.nbytes() and low < buffer.data_ptr() + buffer.nbytes
+    if not overlaps and int(buffer.storage_offset()) % itemsize == misaligned:
         return buffer
     room = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
     return room[misaligned:].copy_(buffer)

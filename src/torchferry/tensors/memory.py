@@ -32,16 +32,11 @@ RAW = {**_WORDS, 16: torch.complex128}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in a manifest.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
+    """Return the name of a dtype in a manifest, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""Every dtype by its name in a manifest."""
 
 
 class Memory(Struct, frozen=True, gc=False):
@@ -57,9 +52,7 @@ class Memory(Struct, frozen=True, gc=False):
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Check that this machine has this much memory, before any of it is allocated.
-
-    A peer may announce any size. Linux often grants memory that it lacks, and kills the process later.
+    """Check that this machine has this much memory: Linux grants more, and kills the process later.
 
     Raises:
         StateError: the machine has less.
@@ -72,16 +65,22 @@ def check_room(nbytes: int, what: str) -> None:
         )
 
 
-def new_memory(nbytes: int, device: torch.device) -> Memory:
-    """Allocate uninitialized memory for one storage."""
-    storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-    return Memory(storage, 0, device)
+def new_memory(nbytes: int) -> Memory:
+    """Allocate uninitialized memory on the CPU for one storage.
+
+    Raises:
+        StateError: the allocation failed.
+    """
+    try:
+        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=CPU).untyped_storage(), 0, CPU)
+    except (RuntimeError, MemoryError) as error:
+        raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
 
 
 def memory_at(address: int, nbytes: int) -> Memory:
     """View memory of this process as a storage. The caller keeps its owner alive."""
     if nbytes == 0:
-        return new_memory(0, CPU)
+        return new_memory(0)
     block = (ctypes.c_uint8 * nbytes).from_address(address)
     return Memory(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, CPU)
 
@@ -160,8 +159,8 @@ def peek(memory: Memory, piece: Extent) -> bytes:
     Raises:
         StateError: its memory was freed.
     """
-    run = run_of(memory, piece)
-    return ctypes.string_at(run.data_ptr(), run.nbytes) if memory.device is CPU else bytes(run.tolist())
+    run = run_of(memory, piece).cpu()
+    return ctypes.string_at(run.data_ptr(), run.nbytes)
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
@@ -182,20 +181,11 @@ def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.
     _copy_pieces(memories, pieces, buffer, into_buffer=False)
 
 
-def store(memory: Memory, piece: Extent, buffer: torch.Tensor) -> None:
-    """Copy a flat buffer into one piece of memory, as `scatter` does.
-
-    Raises:
-        StateError: the memory of the piece was freed.
-    """
-    scatter([memory], [piece], buffer)
-
-
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
-    """Check that a storage still has its memory. Otherwise torch would silently allocate new memory for it.
+    """Check that a storage still has `end` bytes. Otherwise torch would silently allocate new memory for it.
 
     Raises:
-        StateError: it holds fewer than `end` bytes.
+        StateError: it has fewer.
     """
     if end > storage.nbytes():
         raise StateError(
@@ -232,26 +222,20 @@ _memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_si
 )
 """memmove that keeps the interpreter lock: releasing it takes longer than copying a small piece."""
 
-_exhaust = deque[None](maxlen=0).extend
-
 
 def _copy_by_address(
     memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
 ) -> bool:
-    """Copy pieces that are in CPU memory and have no gaps with memmove; return whether that was possible."""
-    count = len(pieces)
-    if buffer.device != CPU or [memory.device for memory in memories].count(CPU) < count:
-        return False
-    if [piece.repeats for piece in pieces].count(()) < count:
+    """Copy pieces of CPU memory without gaps by memmove. Returns False if a piece needs the general path."""
+    if buffer.device != CPU or [memory.device for memory in memories].count(CPU) < len(memories):
         return False
     sizes = [piece.run_bytes for piece in pieces]
     starts = [memory.base + piece.offset for memory, piece in zip(memories, pieces, strict=True)]
-    if any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories])):
+    is_freed = any(map(gt, map(add, starts, sizes), [memory.storage.nbytes() for memory in memories]))
+    if is_freed or any(piece.repeats for piece in pieces):
         return False
     in_memory = map(add, starts, [memory.storage.data_ptr() for memory in memories])
-    in_buffer = list(accumulate(sizes, initial=buffer.data_ptr()))[:-1]
-    if into_buffer:
-        _exhaust(map(_memmove, in_buffer, in_memory, sizes))
-    else:
-        _exhaust(map(_memmove, in_memory, in_buffer, sizes))
+    in_buffer = accumulate(sizes[:-1], initial=buffer.data_ptr())
+    targets, sources = (in_buffer, in_memory) if into_buffer else (in_memory, in_buffer)
+    deque(map(_memmove, targets, sources, sizes), maxlen=0)  # a loop in C
     return True

@@ -1,9 +1,9 @@
 """Finds the storages behind a state's tensors: which tensors share memory, and which bytes they use.
 
-- Two torch storages over the same bytes (an ndarray and the tensor made from it) are one storage here.
-- A storage starts at the first byte that a tensor uses and ends at the last, so a small view of a large torch
-  storage costs only its own size. A storage that several torch storages share starts up to 15 bytes earlier,
-  because ndarrays are described as bytes, and their items must stay aligned.
+Two torch storages over the same bytes (an ndarray and the tensor made from it) are one storage here. A
+storage starts at the first byte that a tensor uses and ends at the last, so a small view of a large torch
+storage costs only its own size. If several torch storages share it, it starts up to 15 bytes earlier, so that
+items in ndarrays, which are described as bytes, stay aligned.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def find_storages(
 ) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
     """Return a spec for each strided tensor, and the memory and the size in bytes of each storage.
 
-    Querying tensor metadata dominates description time. So each property is queried for all tensors at once,
-    and `check_tensor` is called only if a property of some tensor is unusual.
+    Querying tensor metadata dominates description time, so `check_tensor` is called only if a property of
+    some tensor is unusual.
 
     Raises:
         Unsendable: a tensor can't be sent.
@@ -139,11 +139,10 @@ def _blocks(
     blocks: dict[int, _Block] = {}
     for number, memory in enumerate(memories):
         owner = storage_id(memory.storage)
-        block = blocks.get(owner)
-        if block is None:
-            block = blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
-        block.tensors.append(number)
-        block.itemsize = max(block.itemsize, itemsizes[number])
+        if owner not in blocks:
+            blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
+        blocks[owner].tensors.append(number)
+        blocks[owner].itemsize = max(blocks[owner].itemsize, itemsizes[number])
     return blocks.values()
 
 
@@ -156,7 +155,12 @@ def _share(
     sizes: list[int] = []
     # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
     for group in sorted(_groups(blocks), key=lambda group: min(block.tensors[0] for block in group)):
-        memory, address, alignment = _common_memory(group)
+        memory, address, alignment = group[0].memory, group[0].address, group[0].itemsize
+        if len(group) > 1:
+            # The bytes before the first block are never read or written.
+            alignment = ITEM_BYTES
+            address -= (address - _misalignment(group)) % alignment
+            memory = memory_at(address, max(block.address + block.nbytes for block in group) - address)
         places = {n: block.address - address + starts[n] for block in group for n in block.tensors}
         used = {number: place for number, place in places.items() if spans[number]}
         low = min(used.values(), default=0)
@@ -170,15 +174,17 @@ def _share(
     return owners, offsets, memories, sizes
 
 
-def _common_memory(group: Sequence[_Block]) -> tuple[Memory, int, int]:
-    """Return memory that covers a group, its address, and the alignment of a storage in it."""
-    if len(group) == 1:
-        return group[0].memory, group[0].address, group[0].itemsize
-    # The bytes before the first block are never read or written.
-    first = min(block.address for block in group)
-    start = first - (first - _misalignment(group)) % ITEM_BYTES
-    end = max(block.address + block.nbytes for block in group)
-    return memory_at(start, end - start), start, ITEM_BYTES
+def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
+
+    An item must lie at a multiple of its size from the start of its storage, or no tensor can view it. The
+    blocks of a group are in the order of their addresses.
+    """
+    for rest in _clusters(blocks):
+        while rest:
+            misaligned = _misalignment(rest)
+            yield [block for block in rest if (block.address - misaligned) % block.itemsize == 0]
+            rest = [block for block in rest if (block.address - misaligned) % block.itemsize]
 
 
 def _misalignment(blocks: Sequence[_Block]) -> int:
@@ -187,30 +193,18 @@ def _misalignment(blocks: Sequence[_Block]) -> int:
     return largest.address % largest.itemsize
 
 
-def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
-
-    An item must lie at a multiple of its size from the start of its storage, or no tensor can view it.
-    """
-    for cluster in _overlapping(blocks):
-        while cluster:
-            misaligned = _misalignment(cluster)
-            yield [block for block in cluster if (block.address - misaligned) % block.itemsize == 0]
-            cluster = [block for block in cluster if (block.address - misaligned) % block.itemsize]
-
-
-def _overlapping(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+def _clusters(blocks: Iterable[_Block]) -> list[list[_Block]]:
     """Group blocks of CPU memory that overlap, by address. Any other block is a group of its own."""
-    cluster: list[_Block] = []
+    alone: list[list[_Block]] = []
+    clusters: list[list[_Block]] = []
     end = 0
     for block in sorted(blocks, key=lambda block: block.address):
         if not block.nbytes or block.memory.device is not CPU:
-            yield [block]
+            alone.append([block])
             continue
-        if cluster and block.address >= end:
-            yield cluster
-            cluster = []
-        cluster.append(block)
+        if block.address < end:
+            clusters[-1].append(block)
+        else:
+            clusters.append([block])
         end = max(end, block.address + block.nbytes)
-    if cluster:
-        yield cluster
+    return alone + clusters

@@ -1,7 +1,6 @@
 """Values without tensors: MessagePack encodes some types itself, all others become a Special with a code.
 
-One `ValueKind` for one type, with both directions. Exact types only: a subclass of int is another type, and
-sending it as its base would not be exact.
+One `ValueKind` encodes and decodes one type. A subclass is another type.
 """
 
 from __future__ import annotations
@@ -52,25 +51,21 @@ def to_wire(value: object) -> Value:
     Raises:
         Unsendable: the value, or one inside it, has an unknown type or is nested too deep.
     """
-    if isinstance(value, _NESTING_TYPES):
-        _check_nesting(value)
-    return _to_wire(value)
-
-
-def _check_nesting(value: object) -> None:
     level: list[Any] = [value]
-    for _ in range(MAX_NESTING):
-        inner: list[Any] = []
-        for item in level:
-            inner += [*item, *item.values()] if isinstance(item, dict) else item
+    for _ in range(MAX_NESTING + 1):
         # An object that is in two places is visited once.
-        level = list({id(item): item for item in inner if isinstance(item, _NESTING_TYPES)}.values())
+        level = list({id(item): item for item in level if isinstance(item, _NESTING_TYPES)}.values())
         if not level:
-            return
+            return _to_wire(value)
+        level = [inner for item in level for inner in _members(item)]
     raise Unsendable(
         f"a {type(value).__qualname__} that is nested deeper than {MAX_NESTING} can't be sent as a key, in a "
         "set or in an attribute: flatten it"
     )
+
+
+def _members(container: Any) -> Iterable[object]:
+    return [*container, *container.values()] if isinstance(container, dict) else container
 
 
 def _to_wire(value: Any) -> Value:
@@ -145,10 +140,7 @@ def require_distinct(keys: Iterable[object]) -> Collection[Any]:
 
     Different wire values may decode to equal keys, and a peer can choose keys that collide. Create a set from
     the returned dict, not from `keys`: only then it has its full size at once, which the check assumes.
-
-    Raises:
-        ValueError: two of them are equal, or too many collide.
-        TypeError: one is not hashable.
+    Raises ValueError or TypeError.
     """
     found = list(keys)
     if is_hash_flood(found):
@@ -160,11 +152,7 @@ def require_distinct(keys: Iterable[object]) -> Collection[Any]:
 
 
 def attributes_to_wire(container: object) -> Value:
-    """Encode the attributes that are set on a container, such as a state dict's `_metadata`.
-
-    Raises:
-        Unsendable: an attribute can't be sent.
-    """
+    """Encode the attributes of a container, such as a state dict's `_metadata`; or raise Unsendable."""
     pairs = []
     for name, value in vars(container).items():
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 
@@ -28,10 +28,7 @@ _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
 def why_not_written(value: object, error: Unsendable) -> str | None:
-    """Return why a local value can't be overwritten in place; None if it is a value without tensors.
-
-    `error` is the reason why it could not be described.
-    """
+    """Return why a local value that can't be described can't be overwritten; None if it has no tensors."""
     name = registry.name_of(type(value))
     if isinstance(value, torch.Tensor):
         if is_lazy(value):
@@ -79,18 +76,13 @@ def find_read_only(memories: Sequence[Memory]) -> list[int]:
             ranges = [(int(low, 16), int(high, 16)) for low, high in _READ_ONLY_RANGE.findall(maps.read())]
     except OSError:
         return []
-    spans = sorted(
-        (memory.storage.data_ptr() + memory.base, number)
-        for number, memory in enumerate(memories)
-        if memory.device is CPU and memory.storage.nbytes() > memory.base
-    )
-    starts = [start for start, _ in spans]
+    ends = [high for _, high in ranges]
     found = []
-    for low, high in ranges:
-        # The memories that start in this range, and the one before, which may reach into it.
-        first = max(bisect_left(starts, low) - 1, 0)
-        for start, number in spans[first : bisect_left(starts, high)]:
-            memory = memories[number]
-            if start - memory.base + memory.storage.nbytes() > low:
+    for number, memory in enumerate(memories):
+        if memory.device is CPU and memory.storage.nbytes() > memory.base:
+            address = memory.storage.data_ptr()
+            # The first range that ends after the memory starts.
+            nearest = bisect_right(ends, address + memory.base)
+            if nearest < len(ranges) and ranges[nearest][0] < address + memory.storage.nbytes():
                 found.append(number)
     return found

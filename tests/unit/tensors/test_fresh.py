@@ -15,7 +15,7 @@ from torchferry.errors import StateError
 from torchferry.tensors import fresh as module
 from torchferry.tensors.describe import describe
 from torchferry.tensors.fresh import _HUGE_PAGE_BYTES, HugePages
-from torchferry.tensors.memory import DTYPES
+from torchferry.tensors.memory import DTYPES, new_memory
 from torchferry.testing import MemoryNetwork
 
 DENSE = sorted(name for name in DTYPES if not name.startswith("q"))
@@ -110,8 +110,11 @@ def test_a_received_tensor_has_its_own_memory_and_can_be_resized() -> None:
 def test_a_failed_allocation_for_small_tensors_raises_and_the_sender_finishes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(*_: object) -> None:
+    def no_tensors(*_: object) -> None:
         raise MemoryError("none left")
+
+    def no_memory(nbytes: int) -> None:
+        raise StateError(f"no memory for {nbytes} bytes")
 
     network = MemoryNetwork()
     send_state(
@@ -120,8 +123,9 @@ def test_a_failed_allocation_for_small_tensors_raises_and_the_sender_finishes(
     state = [torch.full((100,), float(n)) for n in range(COUNT)]
     send_state(network.link(0), [1], state, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
-    monkeypatch.setattr(module, "_split_copy", full)
-    with pytest.raises(StateError, match="no memory for the 51200 bytes"):
+    monkeypatch.setattr(torch, "split_with_sizes_copy", no_tensors)
+    monkeypatch.setattr(module, "new_memory", no_memory)
+    with pytest.raises(StateError, match="no memory for 400 bytes"):
         receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     monkeypatch.undo()
     # The receiver took all messages, so the next transfer is not disturbed.
@@ -129,6 +133,11 @@ def test_a_failed_allocation_for_small_tensors_raises_and_the_sender_finishes(
     received, _ = receive_state(network.link(1), 0, ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES))
     assert isinstance(received, list)
     assert torch.equal(received[5], state[5])
+
+
+def test_memory_that_can_not_be_allocated_raises() -> None:
+    with pytest.raises(StateError, match=f"no memory for {2**62} bytes"):
+        new_memory(2**62)
 
 
 def test_only_storages_that_are_not_packed_are_allocated_before() -> None:

@@ -1,9 +1,7 @@
 """The kinds of leaf that contain tensors, and the lookup by value and by name.
 
-To add a kind, write a module with one `Kind`, and add it to `_by_name` and to `kind_of`.
-
-The kinds of distributed tensors are imported on first use: they import torch modules that take most of a
-second to load, and most processes never have such a tensor.
+To add a kind, write a module with one `Kind`, and add it to `_by_name` and to `kind_of`. The kinds of
+distributed tensors are imported on first use, because they import torch modules that load slowly.
 """
 
 from __future__ import annotations
@@ -52,13 +50,10 @@ def kind_of(value: object) -> Kind | None:
 
 
 def _explain_subclass(tensor: torch.Tensor) -> str:
-    """Return why a tensor of a subclass can't be sent, and what to send instead."""
     if is_lazy(tensor):
         return "a lazy parameter has no data yet: run a forward first"
-    cls = type(tensor)
-    what = (
-        f"the tensor subclass {cls.__module__}.{cls.__qualname__} can't be sent: only its data would arrive. "
-    )
+    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    what = f"the tensor subclass {name} can't be sent: only its data would arrive. "
     with suppress(Exception):
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return what + f"Send the tensors that it contains ({', '.join(map(str, inner))})"

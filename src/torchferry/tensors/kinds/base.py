@@ -23,6 +23,9 @@ from torchferry.errors import BadManifest, FerryError
 AddTensor: TypeAlias = Callable[[torch.Tensor], int]
 """Adds a strided tensor to the manifest and returns its number; raises Unsendable if it can't be sent."""
 
+Misfit: TypeAlias = tuple[str, str, str]
+"""Why a leaf can't be rebuilt in this process: the property, its value at the sender, its value here."""
+
 Dims: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
 
@@ -32,14 +35,6 @@ class RebuildContext:
 
     mesh: DeviceMesh | None = None
     unpickle: Callable[[bytes], object] | None = None
-
-
-class Misfit(NamedTuple):
-    """Why a leaf can't be rebuilt in this process: the property, its value at the sender, its value here."""
-
-    what: str
-    incoming: str
-    local: str
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -40,13 +40,6 @@ def check_grad_flags(flags: int, dtype: torch.dtype) -> None:
         raise ValueError(f"it requires a gradient, but {dtype} has none")
 
 
-def describe_many(tensors: Sequence[torch.Tensor], grads: Sequence[bool], parts: Sequence[int]) -> list[Leaf]:
-    """Describe plain strided tensors whose `requires_grad` and numbers in the manifest are known."""
-    types = zip(grads, map(type, tensors), strict=True)
-    flags = [_REQUIRES_GRAD * grad + _PARAMETER * (cls is not torch.Tensor) or None for grad, cls in types]
-    return [Leaf(DENSE.name, (part,), None, each) for part, each in zip(parts, flags, strict=True)]
-
-
 def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     return Leaf(DENSE.name, (add_tensor(tensor),), None, grad_flags(tensor) or None)
 

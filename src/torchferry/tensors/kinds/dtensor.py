@@ -1,17 +1,17 @@
 """DTensors: the local tensor, its position, the placements, and a mesh that belongs to the receiver.
 
-A mesh can't be sent: its process groups and this process's place in it belong to the sender. In place, the
-target keeps its own. A fresh DTensor gets the receiver's `mesh=`, or a slice of it. Without `mesh=`, it gets
-a mesh that is equal to the sender's, seen from the receiver's rank, with the process groups of the receiver
-that have the same ranks. A receiver outside the mesh has no such groups, and collectives raise there.
+In place, the target keeps its own mesh. A fresh DTensor gets the receiver's `mesh=`, or a slice of it.
+Without `mesh=`, it gets a mesh that is equal to the sender's, with the receiver's process groups of the same
+ranks. A receiver outside the mesh has no such groups, and collectives raise there.
 
-A receiver only accepts the shard of its own position, fresh and in place: the coordinates along all mesh
-dimensions that split the tensor must be equal.
+A receiver only accepts the shard of its own position: the coordinates along all mesh dimensions that split
+the tensor must be equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from typing import Annotated, Any, TypeAlias
 
@@ -48,10 +48,7 @@ Position: TypeAlias = Annotated[tuple[Count | None, ...], Meta(max_length=MAX_DI
 
 
 class DTensorFixed(Form, frozen=True):
-    """What DTensors that hold the same shard have in common.
-
-    `position` is None for a rank outside a mesh that splits the tensor.
-    """
+    """What DTensors with the same shard share. `position` is None outside a mesh that splits the tensor."""
 
     placements: Annotated[tuple[PlacementForm, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
@@ -102,10 +99,9 @@ def _placement_from_wire(wire: PlacementForm) -> Placement:
 def _position(
     coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[PlacementForm]
 ) -> Position | None:
-    """Reduce a coordinate to the dimensions that split the tensor.
+    """Return a coordinate without the dimensions that do not split the tensor.
 
-    A replicated dimension does not split it, nor does one of size 1. A partial one does: each rank has its
-    own addend.
+    Replicated dimensions and those of size 1 do not split it. Partial ones do: each rank has its own addend.
     """
     splits = [n > 1 and wire[0] != "replicate" for n, wire in zip(mesh, placements, strict=True)]
     if coordinate is None:
@@ -130,63 +126,53 @@ def _slice_of(mesh: DeviceMesh | None, shape: Dims, names: tuple[str, ...] | Non
     """
     if mesh is None or tuple(mesh.shape) == shape:
         return mesh
-    if names is None:
-        return None
-    try:
+    with suppress(KeyError, RuntimeError):
         # A flattened dimension has a name, too.
-        found = mesh[names]
-    except (KeyError, RuntimeError):
-        return None
-    return found if tuple(found.shape) == shape else None
+        if names is not None and tuple(mesh[names].shape) == shape:
+            return mesh[names]
+    return None
 
 
 def _create_mesh(layout: MeshLayout) -> DeviceMesh:
     # A process without a default group has no rank.
-    rank = dist.get_rank() if dist.is_initialized() else None
+    rank = dist.get_rank() if dist.is_initialized() else -1
     mesh = internals.make_mesh(layout, rank)
-    if rank is not None and rank in layout.ranks:
-        groups = _find_groups(layout, rank)
-        if groups is not None:
+    if rank in layout.ranks:
+        groups = [_find_group(layout, rank, dim) for dim in range(len(layout.sizes))]
+        if None not in groups:
             internals.set_groups(mesh, groups)
     return mesh
 
 
-def _find_groups(layout: MeshLayout, rank: int) -> list[Any] | None:
-    """Find a group of this process for each dimension of a mesh; None if a dimension has none.
+def _find_group(layout: MeshLayout, rank: int, dim: int) -> Any:
+    """Find a group of this process for a dimension of a mesh; None if there is none.
 
     torch caches the results of operations by their inputs, and returns one of two equal meshes for the other.
     So the mesh must have the groups that an equal mesh of this process has.
     """
-    ranks_of = {group: dist.get_process_group_ranks(group) for group in internals.process_groups()}
-    found = []
-    for dim in range(len(layout.sizes)):
-        name = layout.names[dim] if layout.names else f"dim_{dim}"
-        # torch creates or reuses these when it creates such a mesh itself. Otherwise, use the oldest.
-        preferred = (f"mesh_{name}", "mesh_default", "default_pg")
-        row = layout.row(rank, dim)
-        matching = [group for group, ranks in ranks_of.items() if ranks == row]
-        if not matching:
-            return None
-        found.append(min(matching, key=lambda group: group.group_desc not in preferred))
-    return found
+    name = layout.names[dim] if layout.names else f"dim_{dim}"
+    # torch creates or reuses these when it creates such a mesh itself. Otherwise, use the oldest.
+    preferred = (f"mesh_{name}", "mesh_default", "default_pg")
+    row = layout.row(rank, dim)
+    matching = [group for group in internals.process_groups() if dist.get_process_group_ranks(group) == row]
+    return min(matching, key=lambda group: group.group_desc not in preferred, default=None)
 
 
 def _misfit(leaf: Leaf, context: RebuildContext) -> Misfit | None:
-    """Compare the sender's mesh and position with those of this process."""
     fixed, layout = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits).mesh
     coordinate: Sequence[int] | None = None
     if context.mesh is not None:
         mesh = _slice_of(context.mesh, fixed.mesh, layout.names)
         if mesh is None:
             local = _show_mesh(context.mesh.shape, context.mesh.mesh_dim_names)
-            return Misfit("mesh", _show_mesh(fixed.mesh, layout.names), f"mesh={local}")
+            return "mesh", _show_mesh(fixed.mesh, layout.names), f"mesh={local}"
         coordinate = mesh.get_coordinate()
     elif dist.is_initialized():
         coordinate = layout.coordinate(dist.get_rank())
     here = _position(coordinate, fixed.mesh, fixed.placements)
     if here == fixed.position:
         return None
-    return Misfit("position of the shard in the mesh", _show_position(fixed.position), _show_position(here))
+    return "position of the shard in the mesh", _show_position(fixed.position), _show_position(here)
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""numpy arrays, scalars and dtypes, without a dependency on numpy.
+"""numpy arrays and scalars, without a dependency on numpy.
 
 A value can only be numpy's if numpy is imported, so describing looks it up in `sys.modules`. Only rebuilding
 imports it, and raises UnknownType if it is not installed.
@@ -26,8 +26,8 @@ from torchferry.tensors.memory import memory_at, strided
 
 _MAX_AXES = 64
 
-# A byte order, a kind, a size, and for times the unit.
 _FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
+"""A byte order, a kind, a size, and for times the unit. numpy's own parser accepts much more."""
 
 
 class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -78,10 +78,7 @@ def _is_bytes(dtype: Any) -> bool:
 
 
 def _is_describable(dtype: Any) -> bool:
-    """Return whether a dtype can be rebuilt exactly from its description.
-
-    It can't if its fields overlap, if it is a record, or if it comes from another library.
-    """
+    """Return whether a dtype can be rebuilt exactly: records and dtypes with overlapping fields can't."""
     try:
         rebuilt = _dtype_from_wire(_dtype_to_wire(dtype))
     except ValueError:
@@ -94,7 +91,6 @@ def _dtype_to_wire(dtype: Any) -> DtypeForm:
 
 
 def _descr_to_wire(descr: Any) -> DtypeForm:
-    """Turn the description of a dtype in the .npy format, a name or a list of fields, into wire values."""
     if isinstance(descr, str):
         return descr
     if not isinstance(descr, list):
@@ -115,7 +111,6 @@ def _dtype_from_wire(wire: DtypeForm) -> Any:
 
 
 def _descr_from_wire(wire: DtypeForm) -> Any:
-    # numpy's parser accepts much more than the names that numpy writes.
     if isinstance(wire, str):
         if not _FORMAT.fullmatch(wire):
             raise ValueError(f"{show(wire)} is not a format")
@@ -181,15 +176,15 @@ def _reversing(ndim: int, axes: Sequence[int]) -> Any:
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
-    """Create an array over the tensor's memory, which it keeps alive."""
     (data,), fixed = parts, NdarrayFixed.read(leaf.fixed)
-    dtype, shape, strides = _dtype_from_wire(fixed.dtype), tuple(data.shape[:-1]), data.stride()[:-1]
-    if data.numel() == 0:
-        # Without a buffer, numpy sets the strides of an empty array to zero.
-        array = _numpy().ndarray(shape, dtype, bytearray(), 0, strides)
-    else:
+    # Without a buffer, numpy would set the strides of an empty array to zero.
+    buffer: Any = bytearray()
+    offset = 0
+    if data.numel():
         whole = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
-        array = _numpy().ndarray(shape, dtype, whole.numpy(), data.storage_offset(), strides)
+        buffer, offset = whole.numpy(), int(data.storage_offset())
+    dtype, shape, strides = _dtype_from_wire(fixed.dtype), tuple(data.shape[:-1]), data.stride()[:-1]
+    array = _numpy().ndarray(shape, dtype, buffer, offset, strides)
     array = array[_reversing(array.ndim, fixed.backwards)]
     array.flags.writeable = leaf.traits
     return array

@@ -1,7 +1,7 @@
 """ShardedTensors: all local shards, with the metadata of the whole tensor.
 
-The receiver owns the shards that it receives, so the metadata of its `local_shards()` has its own rank and
-device. `metadata()` describes the shards of all ranks and is the sender's.
+The receiver's `local_shards()` have its own rank and device. `metadata()` describes the shards of all ranks
+and is the sender's.
 """
 
 from __future__ import annotations
