@@ -275,7 +275,10 @@ UNCOUNTED = -1
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counter of each tensor; UNCOUNTED for inference tensors, and without `_version`."""
-    return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except (RuntimeError, AttributeError):
+        return [UNCOUNTED if t.is_inference() else getattr(t, "_version", UNCOUNTED) for t in tensors]
 
 
 def coo_members(tensor: Tensor) -> tuple[Tensor, Tensor]:

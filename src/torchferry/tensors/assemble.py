@@ -218,7 +218,11 @@ def assemble_in_place(
         return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], context)
 
     if comparison.identical:
-        values = [finish(number, number) for number in range(len(manifest.leaves))]
+        values = [
+            # A local tensor has nothing to be finished.
+            target.values[number] if leaf.kind == DENSE.name else finish(number, number)
+            for number, leaf in enumerate(manifest.leaves)
+        ]
         return rebuild(manifest, values, prepared.build)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     places = occurrences(tree.manifest)
