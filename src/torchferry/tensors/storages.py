@@ -61,7 +61,8 @@ def find_storages(
     if not _are_disjoint(addresses, held):
         blocks = _blocks(memories, addresses, held, itemsizes)
         owners, offsets, memories, storage_sizes = _share(blocks, starts, spans)
-    conjs = map(torch.Tensor.is_conj, tensors)
+    is_complex = any(dtype.is_complex for dtype in set(dtypes))
+    conjs = map(torch.Tensor.is_conj, tensors) if is_complex else repeat(False)
     specs = map(TensorSpec, names, itemsizes, shapes, strides, owners, offsets, conjs, negs)
     return tuple(specs), tuple(memories), tuple(storage_sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Annotated
 
 import torch
@@ -42,6 +43,12 @@ def check_grad_flags(flags: int, dtype: torch.dtype) -> None:
 
 def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     return Leaf(DENSE.name, (add_tensor(tensor),), None, grad_flags(tensor) or None)
+
+
+def describe_many(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Leaf]:
+    """Describe plain strided tensors with these numbers."""
+    flags = [grad_flags(tensor) or None for tensor in tensors]
+    return list(map(Leaf, repeat(DENSE.name), zip(numbers, strict=False), repeat(None), flags))
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
