@@ -141,7 +141,6 @@ class PGTransport:
             self._timeout_s,
             self._max_metadata_bytes,
             step=_check_step(step),
-            rank=rank_in(self._pg) or 0,
             relay=self._relay,
             pickle=dump_leaf if self._allow_pickle else None,
             stall_s=self._stall_s,

@@ -69,7 +69,6 @@ class SendOptions:
     timeout_s: float
     max_metadata_bytes: int
     step: int | None = None
-    rank: int = 0
     relay: bool = False
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
@@ -178,7 +177,7 @@ class _Send:
             transfer.serial,
             transfer.nonce,
             pack_bytes=plan.pack_bytes,
-            origin=options.rank,
+            origin=transfer.origin,
         )
         if not options.verify:
             return source, frame

@@ -82,7 +82,7 @@ class MemoryLink(Link):
     def __init__(self, network: MemoryNetwork, rank: int, *, own_buffers: bool = False) -> None:
         super().__init__(network._shared[rank])
         self._network = network
-        self._rank = rank
+        self.rank = rank
         self._own_buffers = own_buffers
 
     def can_access(self, device: torch.device) -> bool:
@@ -95,12 +95,12 @@ class MemoryLink(Link):
         Raises:
             LinkBroken: the peer is gone.
         """
-        self._network.put((self._rank, peer, tag), buffer)
+        self._network.put((self.rank, peer, tag), buffer)
         return Sent()
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         """Return a message that is taken from the mailbox when it is waited for."""
-        return Receipt(self._network, (peer, self._rank, tag), buffer)
+        return Receipt(self._network, (peer, self.rank, tag), buffer)
 
     def check_peer(self, peer: int) -> None:
         """Check that the peer is in the network.
@@ -112,7 +112,7 @@ class MemoryLink(Link):
 
     def close(self, peer: int) -> None:
         """Leave the network."""
-        self._network.close(self._rank)
+        self._network.close(self.rank)
 
 
 class Sent:

@@ -32,7 +32,7 @@ class Short(MemoryLink):
     sends_short = True
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return WhatThereIs(self._network, (peer, self._rank, tag), buffer)
+        return WhatThereIs(self._network, (peer, self.rank, tag), buffer)
 
 
 class WhatThereIs(Receipt):

@@ -56,7 +56,7 @@ class ShortLink(MemoryLink):
         self.sends_short = sends_short
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return ShortReceipt(self._network, (peer, self._rank, tag), buffer)
+        return ShortReceipt(self._network, (peer, self.rank, tag), buffer)
 
 
 class ShortReceipt(Receipt):

@@ -173,7 +173,7 @@ class SimulatedLink(Link):
     def __init__(self, network: Network, rank: int) -> None:
         super().__init__()
         self._network = network
-        self._rank = rank
+        self.rank = rank
 
     def can_access(self, device: torch.device) -> bool:
         """Return whether memory is on the CPU."""
@@ -185,7 +185,7 @@ class SimulatedLink(Link):
         Raises:
             LinkBroken: the connection is gone.
         """
-        op = Op(self._rank, peer, buffer)
+        op = Op(self.rank, peer, buffer)
         self._network.post(op, tag, "send")
         return op
 
@@ -195,7 +195,7 @@ class SimulatedLink(Link):
         Raises:
             LinkBroken: the connection is gone.
         """
-        op = Op(self._rank, peer, buffer)
+        op = Op(self.rank, peer, buffer)
         self._network.post(op, tag, "recv")
         return op
 
@@ -205,11 +205,11 @@ class SimulatedLink(Link):
         Raises:
             LinkBroken: it is gone.
         """
-        self._network.check(self._rank, peer)
+        self._network.check(self.rank, peer)
 
     def close(self, peer: int) -> None:
         """Close every connection of this rank, as gloo does."""
-        self._network.close(self._rank)
+        self._network.close(self.rank)
 
 
 class SimulatedRunner:
