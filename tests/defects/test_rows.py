@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
-from tests.unit.pg_transport.quacking import TIMEOUT_S, Ends, Group, Mailboxes
+from tests.unit.pg_transport.fake_group import TIMEOUT_S, Group, Mailboxes, TransportPair
 from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, StepMismatch, Unsendable
 from torchferry.core.plan import WINDOW_BYTES
 from torchferry.engine import workspace
@@ -41,21 +41,21 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-class TorchEnds(Ends):
-    """Two ends of torch's own transport. `nbytes` counts what was sent, metadata included."""
+class TorchEnds(TransportPair):
+    """Two transports of torch's own transport. `nbytes` counts what was sent, metadata included."""
 
     def __init__(self, local: object = None) -> None:
-        self.mail = Mailboxes()
-        self.group = Group(self.mail, 1)
+        self.mailboxes = Mailboxes()
+        self.group = Group(self.mailboxes, 1)
         timeout = timedelta(seconds=TIMEOUT_S)
-        self.sender: Any = TorchPGTransport(Group(self.mail, 0), timeout, CPU)  # type: ignore[arg-type]
+        self.sender: Any = TorchPGTransport(Group(self.mailboxes, 0), timeout, CPU)  # type: ignore[arg-type]
         callback = None if local is None else lambda: local
         self.receiver: Any = TorchPGTransport(self.group, timeout, CPU, callback)  # type: ignore[arg-type]
         self.nbytes = 0
 
     def transfer(self, state: object) -> Any:
         self.sender.send_checkpoint([1], state)
-        self.nbytes = sum(message.nbytes for box in self.mail.boxes.values() for message in box)
+        self.nbytes = sum(message.nbytes for box in self.mailboxes.boxes.values() for message in box)
         return self.receiver.recv_checkpoint(0)
 
 
@@ -73,15 +73,15 @@ class RunsCode:
 
 def test_no_code_runs_in_the_receiver(tmp_path: Path) -> None:
     """Row 1."""
-    ends = Ends()
+    transports = TransportPair()
     state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "ours")}
     with pytest.raises(Unsendable, match="leaf"):
-        ends.sender.send_checkpoint([1], state)
-    TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
+        transports.sender.send_checkpoint([1], state)
+    TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
     for tag, ours in ((1, LENGTH_TAG), (2, FRAME_TAG)):
-        ends.mail.boxes[0, 1, ours] = ends.mail.boxes[0, 1, tag]
+        transports.mailboxes.boxes[0, 1, ours] = transports.mailboxes.boxes[0, 1, tag]
     with pytest.raises(PickleRefused):
-        ends.receiver.recv_checkpoint(0)
+        transports.receiver.recv_checkpoint(0)
     assert not (tmp_path / "ours").exists()
 
     by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "theirs")})
@@ -211,8 +211,8 @@ def receive_shards_in_place(rank: int) -> tuple[bool, list[list[float]], str]:
     """Making one takes all ranks; sending is done here within each, so that torch's may fail."""
     mine = sharded(rank, scale=1.0)
     blank = sharded(rank, scale=0.0)
-    ends = Ends({"s": blank})
-    same = ends.transfer({"s": mine})["s"] is blank
+    transports = TransportPair({"s": blank})
+    same = transports.transfer({"s": mine})["s"] is blank
     rows = [shard.tensor.flatten().tolist() for shard in blank.local_shards()]
     try:
         by_torch({"s": mine}, into={"s": sharded(rank, scale=0.0)})
@@ -285,7 +285,7 @@ def test_arrays_move_as_bytes_and_in_place_and_containers_as_themselves() -> Non
 
     torch_ends = TorchEnds()
     torch_ends.transfer({"array": array})
-    assert {tag for (_, _, tag) in torch_ends.mail.boxes} == {1, 2}, "it is in the metadata"
+    assert {tag for (_, _, tag) in torch_ends.mailboxes.boxes} == {1, 2}, "it is in the metadata"
     assert torch_ends.nbytes > array.nbytes
 
 
@@ -364,9 +364,9 @@ def test_a_dtensor_is_bound_to_the_receiver_s_mesh(quad: Cluster) -> None:
 
 def test_a_device_is_accepted_by_its_name() -> None:
     """Row 27."""
-    ends = Ends()
-    ends.receiver = PGTransport(ends.group, 10, "cpu", lambda: {"w": torch.zeros(2)})
-    assert ends.transfer({"w": torch.ones(2)})["w"].tolist() == [1, 1]
+    transports = TransportPair()
+    transports.receiver = PGTransport(transports.group, 10, "cpu", lambda: {"w": torch.zeros(2)})
+    assert transports.transfer({"w": torch.ones(2)})["w"].tolist() == [1, 1]
 
     torch_ends = TorchEnds({"w": torch.zeros(2)})
     torch_ends.receiver._device = "cpu"
@@ -381,13 +381,13 @@ warnings.simplefilter("ignore")
 from datetime import timedelta
 import torch
 from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTransport
-from tests.unit.pg_transport.quacking import Ends, Group
+from tests.unit.pg_transport.fake_group import TransportPair, Group
 
-ends, cpu = Ends(), torch.device("cpu")
-print("ours:", ends.transfer({"w": torch.arange(3.0)})["w"].tolist())
-TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=5), cpu).send_checkpoint([1], {"w": torch.ones(3)})
+transports, cpu = TransportPair(), torch.device("cpu")
+print("ours:", transports.transfer({"w": torch.arange(3.0)})["w"].tolist())
+TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=5), cpu).send_checkpoint([1], {"w": torch.ones(3)})
 try:
-    TorchPGTransport(ends.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
+    TorchPGTransport(transports.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
 except RuntimeError as error:
     print("torch's:", error)
 """
@@ -425,18 +425,18 @@ def group_ranks(rank: int) -> Any:
 def test_ranks_are_group_ranks_and_a_global_one_is_a_clear_error(quad: Cluster) -> None:
     """Row 29. torch's waits for the rank that is not there until the test itself times out."""
     assert "**in that group**" in (PGTransport.__doc__ or "")
-    _, _, said, received = quad.run(group_ranks)
-    assert said.startswith("rank 3 is not in the group, which has ranks 0 to 1")
-    assert "get_group_rank" in said
+    _, _, message, received = quad.run(group_ranks)
+    assert message.startswith("rank 3 is not in the group, which has ranks 0 to 1")
+    assert "get_group_rank" in message
     assert received == [1, 1]
 
 
 def test_a_step_is_checked_with_both_values_in_the_error() -> None:
     """Row 30."""
-    ends = Ends()
-    ends.sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
+    transports = TransportPair()
+    transports.sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
     with pytest.raises(StepMismatch, match=r"(?s)step 42.*step 41"):
-        ends.receiver.recv_checkpoint(0, step=42)
+        transports.receiver.recv_checkpoint(0, step=42)
 
     with pytest.raises(TypeError, match="step"):
         TorchEnds().sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)

@@ -175,7 +175,7 @@ def assert_group_is_broken(run: CaseRun, results: dict[int, TransferResult]) -> 
     for rank in ranks:
         after: AfterFailure = outcomes[rank].value
         assert isinstance(after.error, GroupBroken), after.error
-        assert "make a new group" in str(after.error)
+        assert "create a new group" in str(after.error)
         assert after.contents == results[rank].contents, "bytes were written after the error"
         assert after.lanes_ended_s is not None, "a lane is still running after the deadline"
 

@@ -159,7 +159,7 @@ def test_a_wait_for_a_silent_peer_ends_at_the_timeout_and_not_at_the_group_timeo
     jobs[waiting] = (inspect_after_failure, (LATE_S,))
     after = values(trio.start(jobs).outcomes())[waiting]
     assert isinstance(after.error, GroupBroken)
-    assert "make a new group" in str(after.error)
+    assert "create a new group" in str(after.error)
     assert after.lanes_ended_s is not None
     assert result.contents in ({}, ALL_OLD)
 
