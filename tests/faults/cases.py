@@ -40,13 +40,16 @@ POINTS = [BEFORE_METADATA, IN_METADATA, FIRST, MIDDLE, LAST, AFTER_LAST, RETURNE
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, and what the survivor sees: an error within a time limit, or the exact state."""
+    """One fault, and what the survivor sees: an error within a time limit, or the exact state.
+
+    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case.
+    """
 
     fault: str
     victim: str
     point: Point
     receivers: int = 1
-    quick: bool = False
+    runs_in: str = "faults"
 
     @property
     def name(self) -> str:
@@ -90,38 +93,48 @@ def _points(fault: str) -> list[Point]:
     return [point for point in POINTS if point is not RETURNED or fault not in ("raise", "sys_exit")]
 
 
-_QUICK = {
-    ("kill", "sender", IN_METADATA),
+_TEST = {
     ("kill", "sender", MIDDLE),
-    ("kill", "sender", RETURNED),
-    ("kill", "receiver", BEFORE_METADATA),
     ("kill", "receiver", LAST),
     ("os_exit", "receiver", FIRST),
     ("sys_exit", "sender", LAST),
-    ("raise", "sender", AFTER_LAST),
     ("raise", "receiver", MIDDLE),
     ("stop", "sender", MIDDLE),
-    ("stop", "receiver", MIDDLE),
-    ("pause", "sender", MIDDLE),
     ("pause", "receiver", LAST),
-    ("cut", "sender", MIDDLE),
     ("cut", "receiver", MIDDLE),
 }
-_QUICK_OF_THREE = {("kill", MIDDLE), ("stop", MIDDLE), ("cut", MIDDLE)}
+_TEST_ALL = {
+    ("kill", "sender", IN_METADATA),
+    ("kill", "sender", RETURNED),
+    ("kill", "receiver", BEFORE_METADATA),
+    ("raise", "sender", AFTER_LAST),
+    ("stop", "receiver", MIDDLE),
+    ("pause", "sender", MIDDLE),
+    ("cut", "sender", MIDDLE),
+}
+
+
+def _pair(fault: str, victim: str, point: Point) -> Case:
+    key = (fault, victim, point)
+    return Case(
+        fault, victim, point, runs_in="test" if key in _TEST else "test-all" if key in _TEST_ALL else "faults"
+    )
+
+
+def _one_of_three(fault: str, point: Point) -> Case:
+    runs_in = {("kill", MIDDLE): "test", ("stop", MIDDLE): "test-all", ("cut", MIDDLE): "test-all"}
+    return Case(fault, "receiver", point, receivers=3, runs_in=runs_in.get((fault, point), "faults"))
+
 
 PAIRS = [
-    Case(fault, victim, point, quick=(fault, victim, point) in _QUICK)
+    _pair(fault, victim, point)
     for fault in FAULTS
     for victim in ("sender", "receiver")
     for point in _points(fault)
 ]
-ONE_OF_THREE = [
-    Case(fault, "receiver", point, receivers=3, quick=(fault, point) in _QUICK_OF_THREE)
-    for fault in FAULTS
-    for point in _points(fault)
-]
+ONE_OF_THREE = [_one_of_three(fault, point) for fault in FAULTS for point in _points(fault)]
 SENDER_OF_THREE = [
-    Case(fault, "sender", MIDDLE, receivers=3, quick=fault == "kill")
+    Case(fault, "sender", MIDDLE, receivers=3, runs_in="test" if fault == "kill" else "faults")
     for fault in FAULTS
     # An exception in the lane to one receiver is not a fault of the whole sender.
     if fault != "raise"

@@ -51,12 +51,12 @@ DETECTION_S = 1.0
 LATE_S = 0.5
 
 
-def parametrized_by(cases: list[Case]) -> pytest.MarkDecorator:
-    def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [] if case.quick else [pytest.mark.slow_fault]
+MARKS = {"test": [], "test-all": [pytest.mark.slow], "faults": [pytest.mark.slow_fault]}
 
+
+def parametrized_by(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
+        "case", [pytest.param(case, id=case.name, marks=MARKS[case.runs_in]) for case in cases]
     )
 
 

@@ -74,7 +74,9 @@ def send_and_leave_or_receive_slowly(rank: int, name: str, count: int, in_place:
     "the transfer succeeds, however long the receiver takes",
 )
 @pytest.mark.parametrize("count", [200, 8000], ids=["digests_in_the_frame", "digest_blocks"])
-@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "fresh"])
+@pytest.mark.parametrize(
+    "in_place", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in_place", "fresh"]
+)
 def test_a_transfer_succeeds_when_the_sender_leaves_after_sending(
     in_place: bool, count: int, trio: Cluster
 ) -> None:

@@ -431,7 +431,7 @@ def test_a_state_that_changes_during_the_send_is_rejected(
     rows=(26,),
 )
 @pytest.mark.parametrize("layer", [1, 4, 6], ids=["sent_before", "being_sent", "sent_after"])
-@pytest.mark.parametrize("how", ["by_data", "by_numpy"])
+@pytest.mark.parametrize("how", ["by_data", pytest.param("by_numpy", marks=pytest.mark.slow)])
 def test_a_change_that_torch_does_not_count_is_detected(how: str, layer: int, trio: Cluster) -> None:
     changes = change_at, message(4), layer, how
     sender, receiver = run_both(trio, *roles(), *changes)
@@ -461,7 +461,14 @@ def run_with_a_failing_read(rank: int, role: Role, number: int) -> TransferResul
     "the sender raises that error; the receiver raises `PeerGaveUp` within 1 s, or `TargetTorn` caused by it",
     rows=(7,),
 )
-@pytest.mark.parametrize("number", [0, LAYERS // 2, LAYERS - 1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        LAYERS // 2,
+        pytest.param(LAYERS - 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("receivers", [1, 3])
 def test_a_sender_that_fails_half_way_aborts_its_receivers(
     number: int, receivers: int, quartet: Cluster
@@ -522,7 +529,7 @@ def receive_an_abort_and_then_a_state(
     rows=(7,),
 )
 @pytest.mark.parametrize("late_s", [0.0, 1.0], ids=["receivers_wait", "receivers_are_late"])
-@pytest.mark.parametrize("receivers", [1, 3])
+@pytest.mark.parametrize("receivers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sender_of_an_unsendable_state_aborts_its_receivers(
     receivers: int, late_s: float, quartet: Cluster
 ) -> None:

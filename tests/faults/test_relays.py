@@ -133,7 +133,7 @@ def test_a_state_arrives_at_every_receiver_of_a_chain(quartet: Cluster) -> None:
     "the receivers before it have the exact state, and the report of its predecessor says that the state was "
     "not forwarded; the receivers after it raise `TargetTorn` within 1 s, which names the dead rank",
 )
-@pytest.mark.parametrize("dead", [1, 2])
+@pytest.mark.parametrize("dead", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_relay_that_dies_fails_only_the_receivers_after_it(dead: int, quartet: Cluster) -> None:
     outcomes = run_chain(quartet, dead)
     assert isinstance(outcomes[dead], WorkerDied)
@@ -189,7 +189,7 @@ def test_the_error_of_a_late_receiver_lists_the_ranks_that_may_have_failed(
     assert outcomes[1].value is None
     assert "rank 2" in outcomes[3].value
     assert "rank 3" in outcomes[4].value
-    assert "Rank 3 has the state through rank 2, rank 1, rank 0" in outcomes[4].value
+    assert "Rank 3 gets the state through rank 2, rank 1, rank 0" in outcomes[4].value
 
 
 @promises(

@@ -18,6 +18,7 @@ from tests.hostile.attacks import values
 from tests.hostile.attacks.base import framed
 from tests.hostile.mutations import Mutator, corpus
 from tests.hostile.test_attacks import decode_any, plan, take_apart
+from tests.support.sizes import count
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
 from torchferry.core.placement import place_in_local_state
@@ -29,7 +30,7 @@ from torchferry.tensors.fresh import FreshMemory, StorageLayout
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import run_of
 
-MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "5000"))
+MUTATIONS = count("FUZZ_MUTATIONS", full=5000, quick=1000)
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MOST_SECONDS = 5.0
 MOST_BYTES = 300 << 20
@@ -105,9 +106,9 @@ def test_no_frame_ends_in_anything_but_a_state_or_an_error_of_ours() -> None:
     assert _resident_bytes() - before < MOST_BYTES
     print(f"\n{MUTATIONS} mutations from seed {FIRST_SEED}:")
     stages: Counter[str] = Counter()
-    for (stage, outcome), count in outcomes.most_common():
-        stages[stage] += count
-        print(f"  {count:7}  {stage}: {outcome}")
+    for (stage, outcome), times in outcomes.most_common():
+        stages[stage] += times
+        print(f"  {times:7}  {stage}: {outcome}")
     print(f"  ended in {dict(stages.most_common())}")
     if MUTATIONS >= 5000:
         # Most really get past the decoder, many past all that is checked there, and they end in many ways.

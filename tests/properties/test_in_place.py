@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.properties.memory import (
@@ -26,6 +26,7 @@ from tests.properties.targets import overlays, targets, unfit_targets, views_of_
 from tests.properties.test_roundtrip import CHUNKS, TIMEOUT_S, send
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
+from tests.support.sizes import examples
 from tests.support.states import Node, Recipe, Use, Value, build
 from tests.support.transfer import transfer
 from torchferry import PGTransport, StateMismatch
@@ -47,7 +48,7 @@ def assert_landed(source: Any, target: Any, result: Any) -> None:
     assert_same(values_of(result), values_of(source))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), recipes(), CHUNKS, st.booleans())
 def test_a_state_lands_in_any_layout_and_its_neighbours_keep_their_values(
     data: st.DataObject, recipe: Recipe, chunk_bytes: int, own_buffers: bool
@@ -59,7 +60,7 @@ def test_a_state_lands_in_any_layout_and_its_neighbours_keep_their_values(
     assert unused_contents(local.state, local.pools) == neighbours
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(views_of_two_layouts(), CHUNKS, st.booleans())
 def test_views_of_another_layout_are_received_exactly_or_refused_untouched(
     recipes_of_both: tuple[Recipe, Recipe], chunk_bytes: int, own_buffers: bool
@@ -82,7 +83,7 @@ def test_views_of_another_layout_are_received_exactly_or_refused_untouched(
     assert unused_contents(local.state, local.pools) == neighbours
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data(), flat_recipes(kinds=(draw_view,), most_pools=1, most_values=0), CHUNKS, st.booleans())
 def test_two_different_values_are_never_put_in_one_place(
     data: st.DataObject, recipe: Recipe, chunk_bytes: int, own_buffers: bool
@@ -105,7 +106,7 @@ def test_two_different_values_are_never_put_in_one_place(
     assert unused_contents(local.state, local.pools) == neighbours
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), flat_recipes(), CHUNKS)
 def test_what_does_not_fit_is_refused_path_by_path_and_nothing_is_touched(
     data: st.DataObject, recipe: Recipe, chunk_bytes: int
@@ -129,7 +130,7 @@ def test_what_does_not_fit_is_refused_path_by_path_and_nothing_is_touched(
     assert not any(network._boxes.values()), "the sender is left with messages that nobody took"
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data(), flat_recipes(), CHUNKS)
 def test_when_lenient_what_both_have_lands_and_the_rest_is_left_alone(
     data: st.DataObject, recipe: Recipe, chunk_bytes: int
@@ -166,7 +167,7 @@ def _only(tree: Node, names: set[str], more: list[tuple[Value, Value | Use]]) ->
     return Node("dict", children, keys)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.data(), recipes())
 def test_a_state_lands_in_place_in_another_process(
     pair: Cluster, data: st.DataObject, recipe: Recipe

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties.memory import sharing, used_bytes
 from tests.properties.strategies import recipes
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
+from tests.support.sizes import examples
 from tests.support.states import Recipe, build
 from tests.support.transfer import transfer
 from torchferry import PGTransport
@@ -26,7 +27,7 @@ TIMEOUT_S = 20.0
 CHUNKS = st.sampled_from((CHUNK_BYTES, 16, 48, 64, 1000))
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(recipes(), CHUNKS, st.booleans())
 def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_buffers: bool) -> None:
     sent = build(recipe).state
@@ -36,7 +37,7 @@ def test_a_state_arrives_as_it_was_sent(recipe: Recipe, chunk_bytes: int, own_bu
     assert_same(sent, build(recipe).state)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(recipes(), CHUNKS), min_size=2, max_size=3), st.permutations(range(6)))
 def test_what_one_transfer_leaves_to_the_next_changes_nothing(
     parcels: list[tuple[Recipe, int]], order: list[int]
@@ -49,7 +50,7 @@ def test_what_one_transfer_leaves_to_the_next_changes_nothing(
         assert sharing(received) == sharing(expected)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(recipes(), CHUNKS)
 def test_the_bytes_on_the_wire_are_those_that_leaves_use_each_once(recipe: Recipe, chunk_bytes: int) -> None:
     built = build(recipe)
@@ -58,7 +59,7 @@ def test_the_bytes_on_the_wire_are_those_that_leaves_use_each_once(recipe: Recip
     assert ferried.report.payload_bytes == ferried.payload_bytes
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(recipes())
 def test_a_state_arrives_in_another_process_as_it_was_sent(pair: Cluster, recipe: Recipe) -> None:
     sent_bytes, (received_bytes, difference) = pair.run_each([(send, (recipe,)), (receive, (recipe,))])
