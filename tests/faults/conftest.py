@@ -18,13 +18,13 @@ def _cluster(size: int) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def _trio(_nursery: None) -> Iterator[Cluster]:
+def _trio(_fork_server: None) -> Iterator[Cluster]:
     with _cluster(3) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def _quartet(_nursery: None) -> Iterator[Cluster]:
+def _quartet(_fork_server: None) -> Iterator[Cluster]:
     with _cluster(4) as cluster:
         yield cluster
 
