@@ -1,4 +1,4 @@
-"""Extents, chunks, boxes and frames of random tensors, compared with the same computed byte by byte."""
+"""Extents, chunks, boxes and frames of random tensors, compared with a computation byte by byte."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_chunks_cover_an_extent_in_order_and_divide_no_item(
         for spec in tensors:
             if spec.storage == extent.storage:
                 for item in items_of(spec):
-                    assert len({of_byte.get(byte) for byte in item}) == 1, f"{item} of {spec} is cut"
+                    assert len({of_byte.get(byte) for byte in item}) == 1, f"item {item} of {spec} is divided"
 
 
 @examples(300)
@@ -126,7 +126,7 @@ def test_a_plan_carries_each_used_byte_once(
 
 @examples(400)
 @given(specs())
-def test_footprint_overlap_and_memory_order_of_one_tensor_are_right(spec: TensorSpec) -> None:
+def test_footprint_overlap_and_memory_order_of_one_tensor_are_correct(spec: TensorSpec) -> None:
     items = items_of(spec)
     assert {byte for extent in footprint(spec) for byte in bytes_of(extent)} == {b for i in items for b in i}
     assert overlaps_itself(spec) == (len(set(items)) < len(items))
@@ -214,10 +214,10 @@ def manifests(draw: Draw) -> Manifest:
 def test_decoding_a_frame_returns_the_encoded_manifest(
     manifest: Manifest, chunk_bytes: int, step: int | None
 ) -> None:
-    envelope = Frame(manifest, chunk_bytes, step)
-    frame = encode(envelope)
-    assert decode(frame) == envelope
-    assert encode(decode(frame)) == frame
+    frame = Frame(manifest, chunk_bytes, step)
+    data = encode(frame)
+    assert decode(data) == frame
+    assert encode(decode(data)) == data
 
 
 @examples(100)

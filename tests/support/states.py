@@ -1,7 +1,7 @@
 """Random states as recipes: plain data from which any process builds the same state.
 
 A recipe consists of frozen dataclasses. Their repr is the expression that creates them, so that the output of
-a failing test can be pasted into a test. They can be pickled, so that two processes can build from one recipe.
+a failing test can be pasted into a test. They can be pickled, so that two processes can build one recipe.
 
 All tensors and arrays are views of pools: aliases, overlaps and views of one storage under several dtypes are
 leaves of the same pool. The tree refers to leaves by number; the same number in two places of the tree is the

@@ -219,15 +219,17 @@ def test_an_unfinished_run_does_not_affect_the_next_test(cluster: Cluster) -> No
     assert cluster.run(add, 1) == [1, 2]
 
 
+@pytest.mark.usefixtures("_fork_server")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_no_worker_is_left_when_the_cluster_closes(busy: bool) -> None:
-    with Cluster(1) as single:
+    with Cluster(1, start_method="forkserver") as single:
         pids = single.run(own_pid)
         if busy:
             single.start([(sleep, (60,))])
     assert all(is_gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_workers_exit_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = """
 from tests.support.cluster import Cluster
@@ -256,9 +258,10 @@ if __name__ == "__main__":
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("_fork_server")
 def test_an_orphaned_process_is_found() -> None:
     tag = os.environ[processes.MARK]
-    with Cluster(1) as single:
+    with Cluster(1, start_method="forkserver") as single:
         (stray,) = single.run(start_an_orphan)
     try:
         assert [p.pid for p in processes.left_behind(tag, patience_s=0) if p.pid == stray]

@@ -8,7 +8,7 @@ from torchferry.errors import BadManifest, StateError
 
 
 def wire(**fields: object) -> bytes:
-    """The frame of one tensor whose numbers no TensorSpec would be made of."""
+    """Return the frame of one tensor with any numbers."""
     sound: dict[str, object] = {
         "dtype": "float32",
         "itemsize": 4,

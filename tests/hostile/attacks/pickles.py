@@ -12,7 +12,7 @@ from tests.hostile.attacks.base import attack
 from torchferry.errors import BadManifest, PeerError, PickleRefused
 
 CANARY = Path(tempfile.gettempdir()) / f"torchferry-canary-{os.getpid()}"
-"""Every pickle here that gets to run makes this directory."""
+"""Every pickle in this module creates this directory if it is executed."""
 
 PROTO = b"\x80\x04"
 PATH = str(CANARY).encode()
@@ -54,14 +54,14 @@ def with_an_unknown_protocol() -> bytes:
 
 
 @attack(PickleRefused)
-def behind_a_protocol_said_twice() -> bytes:
+def behind_a_repeated_protocol() -> bytes:
     """PROTO may come again, at any place."""
     return b"\x80\x02N0\x80\x05" + CALL
 
 
 @attack(PickleRefused)
 def behind_a_number_that_only_c_reads() -> bytes:
-    """The unpickler reads I0x10 as C does, pickletools can't: the reader must not give up as if it ended."""
+    """The unpickler reads I0x10 as C does, pickletools can't: the parser must not stop as if it had ended."""
     return b"I0x10\n0" + CALL
 
 
