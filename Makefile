@@ -2,7 +2,7 @@
 # All that a machine needs is make and Python 3.11 or newer.
 
 PYTHON ?= python3
-# Passed on: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
+# Passed to the commands: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
 # make bench BENCH_ARGS="--size small --work 'big-*' --report out.html",
 # make bench-cluster BENCH_CLUSTER_ARGS="--repeats 9 --json out.json".
 PYTEST_ARGS ?=
@@ -54,10 +54,10 @@ test-torch: ## run all tests with another version of torch, in a venv of its own
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(TORCH_VENV) "$(TORCH)"
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-faults: $(READY) ## play every fault that docs/faults.md lists, with real processes
+faults: $(READY) ## run every fault that docs/faults.md lists, with real processes
 	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
 
-simulate: $(READY) ## play the protocol in a simulated world; SEEDS=100000, FIRST_SEED=0
+simulate: $(READY) ## simulate the protocol; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
 
 fuzz: $(READY) ## attack the decoder with damaged metadata; FUZZ_MUTATIONS=100000

@@ -153,7 +153,7 @@ def imports_of(module: Module, known: frozenset[str] = frozenset()) -> list[Impo
 
 
 def layer_of(name: str) -> str | None:
-    """The layer to which a module belongs, None if nobody has said.
+    """The layer of a module, None if it has none.
 
     >>> layer_of("torchferry.core.codec"), layer_of("torchferry"), layer_of("torchferry.stray")
     ('core', 'front door', None)

@@ -70,7 +70,7 @@ def corpus() -> list[bytes]:
         for step, state in enumerate(states)
     ]
     bodies += [
-        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.SOUND.items()
+        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.VALID.items()
     ]
     return bodies
 

@@ -139,11 +139,11 @@ def named(attack: Attack) -> Iterator[None]:
 BEFORE_THE_PAYLOAD = [attack for attack in ATTACKS if not attack.payload]
 
 SLOW_ATTACKS = {
-    "has_floats_that_crowd",
-    "has_keys_that_crowd_and_lie_close",
-    "has_keys_that_crowd_behind_texts",
-    "has_numbers_that_crowd_once_decoded",
-    "laughs_a_billion_times",
+    "has_floats_with_colliding_probes",
+    "has_dense_keys_with_colliding_probes",
+    "has_keys_with_colliding_probes_after_texts",
+    "has_encoded_numbers_with_colliding_probes",
+    "has_millions_of_references_to_one_list",
     "nests_lists_deep",
 }
 
@@ -284,9 +284,9 @@ def test_the_memory_for_a_frame_is_bounded_by_its_length(place: str) -> None:
         assert times < MOST_TIMES, f"{place} filled with {name}: {times:.0f} times the length of the frame"
 
 
-@pytest.mark.parametrize("name", kinds.SOUND)
+@pytest.mark.parametrize("name", kinds.VALID)
 def test_the_leaf_that_the_attacks_modify_is_valid(name: str) -> None:
-    form, specs = kinds.SOUND[name]
+    form, specs = kinds.VALID[name]
     process_metadata(kinds.leaf(name, form, *specs))
 
 
