@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from tests.faults import cases, test_leaks, test_matrix, test_own_work, test_promises, test_relays
+from tests.faults import cases, test_leaks, test_local_work, test_matrix, test_promises, test_relays
 from tests.faults.cases import Case
 from tests.faults.promise import Promise
 
@@ -96,7 +96,7 @@ def _promises() -> Iterator[str]:
     yield "The last column has the rows of the defects of torch's PGTransport that the test covers.\n"
     yield "| situation | promise | test | rows |"
     yield "| --- | --- | --- | --- |"
-    for module in (test_promises, test_own_work, test_relays, test_leaks):
+    for module in (test_promises, test_local_work, test_relays, test_leaks):
         for name, promise in _promises_in(module):
             file = module.__name__.rpartition(".")[2]
             rows = ", ".join(map(str, promise.rows))
