@@ -193,7 +193,7 @@ def example_breaches(module: Module) -> list[str]:
 
 
 def purity_breaches(module: Module) -> list[str]:
-    """What reaches outside from `core/`, which sees descriptions only, or from `tensors/`."""
+    """Imports and calls of I/O, clocks or threads in `core/` or `tensors/`, and of torch in `core/`."""
     layer = layer_of(module.name)
     outside = [i for i in imports_of(module) if i.top != PACKAGE]
     if layer == "core":

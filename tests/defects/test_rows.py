@@ -74,18 +74,18 @@ class RunsCode:
 def test_no_code_runs_in_the_receiver(tmp_path: Path) -> None:
     """Row 1."""
     transports = TransportPair()
-    state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "ours")}
+    state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "torchferry")}
     with pytest.raises(Unsendable, match="leaf"):
         transports.sender.send_checkpoint([1], state)
     TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
-    for tag, ours in ((1, LENGTH_TAG), (2, FRAME_TAG)):
-        transports.mailboxes.boxes[0, 1, ours] = transports.mailboxes.boxes[0, 1, tag]
+    for tag, ferry_tag in ((1, LENGTH_TAG), (2, FRAME_TAG)):
+        transports.mailboxes.boxes[0, 1, ferry_tag] = transports.mailboxes.boxes[0, 1, tag]
     with pytest.raises(PickleRefused):
         transports.receiver.recv_checkpoint(0)
-    assert not (tmp_path / "ours").exists()
+    assert not (tmp_path / "torchferry").exists()
 
-    by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "theirs")})
-    assert (tmp_path / "theirs").exists()
+    by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "torch")})
+    assert (tmp_path / "torch").exists()
 
 
 def test_a_view_costs_only_its_own_bytes() -> None:
@@ -143,9 +143,9 @@ def test_in_place_dtype_and_shape_must_match() -> None:
         transfer({"w": torch.ones(2, 3)}, into={"w": torch.zeros(3, 2)})
     assert local["w"].tolist() == [0, 0]
 
-    theirs = {"w": torch.zeros(2, dtype=torch.int32)}
-    by_torch({"w": torch.tensor([1.5, 2.5])}, into=theirs)
-    assert theirs["w"][0] == 1069547520
+    torch_local = {"w": torch.zeros(2, dtype=torch.int32)}
+    by_torch({"w": torch.tensor([1.5, 2.5])}, into=torch_local)
+    assert torch_local["w"][0] == 1069547520
 
 
 def test_a_view_received_in_place_keeps_its_neighbours_and_any_layout_is_exact() -> None:
@@ -238,9 +238,9 @@ def test_conj_and_neg_bits_are_exact() -> None:
     assert received["conj"].item() == 1 - 2j
     assert received["neg"].item() == -2
 
-    theirs = by_torch(state)
-    assert theirs["conj"].item() == 1 + 2j
-    assert theirs["neg"].item() == 2
+    torch_state = by_torch(state)
+    assert torch_state["conj"].item() == 1 + 2j
+    assert torch_state["neg"].item() == 2
 
 
 def test_odd_storages_are_exact_and_quantized_tensors_are_refused_at_the_sender() -> None:
@@ -266,9 +266,9 @@ def test_requires_grad_and_metadata_are_kept() -> None:
     assert received["extra"].requires_grad
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
 
-    theirs = by_torch(state)
-    assert not theirs["extra"].requires_grad
-    assert not hasattr(theirs, "_metadata")
+    torch_state = by_torch(state)
+    assert not torch_state["extra"].requires_grad
+    assert not hasattr(torch_state, "_metadata")
 
 
 def test_arrays_are_sent_as_payload_and_received_in_place_and_containers_keep_their_type() -> None:
@@ -347,7 +347,7 @@ def coordinate_by_torch(rank: int, mine: DTensor) -> Any:
     return None
 
 
-def test_a_dtensor_is_transfer_dtensors_s_mesh(quad: Cluster) -> None:
+def test_a_dtensor_is_bound_to_the_receiver_s_mesh(quad: Cluster) -> None:
     """Row 19."""
     whole = torch.arange(32.0).view(8, 4)
     answers = quad.run(transfer_dtensors)
@@ -384,13 +384,13 @@ from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTra
 from tests.unit.pg_transport.fake_group import TransportPair, Group
 
 transports, cpu = TransportPair(), torch.device("cpu")
-print("ours:", transports.transfer({"w": torch.arange(3.0)})["w"].tolist())
+print("torchferry:", transports.transfer({"w": torch.arange(3.0)})["w"].tolist())
 sender = TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=5), cpu)
 sender.send_checkpoint([1], {"w": torch.ones(3)})
 try:
     TorchPGTransport(transports.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
 except RuntimeError as error:
-    print("torch's:", error)
+    print("torch:", error)
 """
 
 
@@ -406,7 +406,7 @@ def test_numpy_is_not_needed() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ours: [0.0, 1.0, 2.0]", "torch's: Numpy is not available"]
+    assert done.stdout.splitlines() == ["torchferry: [0.0, 1.0, 2.0]", "torch: Numpy is not available"]
 
 
 def transfer_in_a_subgroup(rank: int) -> Any:

@@ -101,7 +101,7 @@ posts a buffer under the message's tag, and the works of all earlier messages.""
 
 @contextlib.contextmanager
 def intercepted(method: str, intercept: Interceptor, peer: int | None = None) -> Iterator[None]:
-    """Let `intercept` post the messages of this process: those to or from `peer`, or all."""
+    """Replace `send` or `recv` of the link by `intercept`, for messages to or from `peer`, or for all."""
     original = getattr(ProcessGroupLink, method)
     posted: dict[int, list[RepeatableWork]] = {}
 
@@ -240,7 +240,7 @@ class TransferResult:
 
 @dataclass
 class _Session:
-    """What a worker keeps for its next job."""
+    """The transport and the states that a worker keeps for its next job."""
 
     role: Role
     transport: PGTransport

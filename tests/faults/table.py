@@ -14,7 +14,7 @@ from tests.faults.promise import Promise
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
 OPENING = """\
-# What happens when things go wrong
+# Behaviour on faults
 
 `scripts/fault_table.py` writes this page from the tests in `tests/faults`, which run every case with real
 processes on gloo. A test checks that the page is up to date. `make test` runs one case of each kind of fault

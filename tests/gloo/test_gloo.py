@@ -190,7 +190,7 @@ def die_in_the_middle(rank: int) -> tuple[str, float, str, float]:
     return (*results[0], refused, found_s)
 
 
-def test_a_new_receive_is_refused_at_once_when_the_peer_is_dead_and_that_is_what_probes_rely_on(
+def test_a_new_receive_from_a_dead_peer_fails_at_once(
     doomed: Cluster,
 ) -> None:
     survivor, dead = doomed.start([(die_in_the_middle, ())] * 2).outcomes()

@@ -150,11 +150,11 @@ def writes_clash(source: Any, target: Any) -> bool:
     """Return whether two different bytes of the source are written to one byte of the target."""
     written: dict[int, tuple[int, int]] = {}
     for (_, leaf), (_, local) in zip(leaves_of(source), leaves_of(target), strict=True):
-        for theirs, ours in zip(parts_of(leaf), parts_of(local), strict=True):
-            origin = addresses_of(theirs)
-            flips = np.broadcast_to(sign_flips(theirs) ^ sign_flips(ours), origin.shape)
+        for source_part, target_part in zip(parts_of(leaf), parts_of(local), strict=True):
+            origin = addresses_of(source_part)
+            flips = np.broadcast_to(sign_flips(source_part) ^ sign_flips(target_part), origin.shape)
             comes_from = zip(origin.ravel().tolist(), flips.ravel().tolist(), strict=True)
-            for address, write in zip(addresses_of(ours).ravel().tolist(), comes_from, strict=True):
+            for address, write in zip(addresses_of(target_part).ravel().tolist(), comes_from, strict=True):
                 if written.setdefault(address, write) != write:
                     return True
     return False

@@ -202,11 +202,11 @@ def views_of_two_layouts(draw: Draw) -> tuple[Recipe, Recipe]:
     cuts = [_cut(draw, shape) for _ in range(draw(st.integers(1, 4)))]
     names = tuple(Value("plain", f"view {number}") for number in range(len(cuts)))
     tree = Node("dict", tuple(map(Use, range(len(cuts)))), names)
-    theirs, ours = (
+    source, target = (
         Recipe(tree, tuple(_sliced(side, cut) for cut in cuts), (_pool_for(side, seed),))
         for seed, side in enumerate(sides)
     )
-    return theirs, ours
+    return source, target
 
 
 Cut = tuple[tuple[int, ...], tuple[range, ...]]

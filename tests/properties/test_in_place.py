@@ -42,9 +42,9 @@ def assert_received_in_place(source: Any, target: Any, result: Any) -> None:
     """Check that the result has the target's tensors with the values of the source, bit for bit."""
     sent, local, received = leaves_of(source), leaves_of(target), leaves_of(result)
     assert [path for path, _ in received] == [path for path, _ in sent]
-    for (path, theirs), (_, ours), (_, leaf) in zip(sent, local, received, strict=True):
-        assert leaf is ours, f"{path}: not the target's own object"
-        assert logical_bytes(leaf) == logical_bytes(theirs), f"{path}: {theirs} became {leaf}"
+    for (path, sent_leaf), (_, local_leaf), (_, leaf) in zip(sent, local, received, strict=True):
+        assert leaf is local_leaf, f"{path}: not the target's own object"
+        assert logical_bytes(leaf) == logical_bytes(sent_leaf), f"{path}: {sent_leaf} became {leaf}"
     assert_same(values_of(result), values_of(source))
 
 

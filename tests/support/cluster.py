@@ -336,7 +336,7 @@ class _Worker:
 def _start_worker(cluster: Cluster, rank: int, port: int, scratch: Path) -> _Worker:
     # Not forked from this process: the threads of torch and gloo do not survive a fork.
     context = multiprocessing.get_context(cluster.start_method)
-    ours, theirs = context.Pipe()
+    parent_end, worker_end = context.Pipe()
     stacks_file = scratch / f"stacks-{rank}.txt"
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
@@ -348,15 +348,15 @@ def _start_worker(cluster: Cluster, rank: int, port: int, scratch: Path) -> _Wor
             port,
             cluster.group_timeout_s,
             stacks_file,
-            theirs,
+            worker_end,
         ),
         daemon=True,
     )
     process.start()
     # With this copy of the worker's end closed, the worker's death closes the pipe.
-    theirs.close()
+    worker_end.close()
     assert process.pid is not None
-    return _Worker(rank, process.pid, process, ours, stacks_file)
+    return _Worker(rank, process.pid, process, parent_end, stacks_file)
 
 
 def _end(workers: list[_Worker], ways: Sequence[signal.Signals | None]) -> None:

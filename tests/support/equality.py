@@ -167,9 +167,9 @@ def _compare_dtensors(one: DTensor, two: DTensor, path: str, first: _Walk, secon
 
 def _compare_sharded(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None:
     assert one.size() == two.size(), f"{path}: {one.size()} became {two.size()}"
-    ours, theirs = one.local_shards(), two.local_shards()
-    assert len(ours) == len(theirs), f"{path}: {len(ours)} shards became {len(theirs)}"
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    shards, other_shards = one.local_shards(), two.local_shards()
+    assert len(shards) == len(other_shards), f"{path}: {len(shards)} shards became {len(other_shards)}"
+    for number, (a, b) in enumerate(zip(shards, other_shards, strict=True)):
         assert a.metadata.shard_offsets == b.metadata.shard_offsets, path
         assert a.metadata.shard_sizes == b.metadata.shard_sizes, path
         _compare_strided(a.tensor, b.tensor, f"{path}.shard{number}", first, second)

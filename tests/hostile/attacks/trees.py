@@ -205,7 +205,7 @@ def has_strides_that_collide() -> bytes:
 
 
 @cache
-def keys_with_colliding_probes(bits: int) -> tuple[int, ...]:
+def crowding_keys(bits: int) -> tuple[int, ...]:
     """Return numbers with different hashes whose probes collide in a dict.
 
     If a slot is used, Python probes slot 5 * slot + 1 plus the number's higher bits. The result has a third
@@ -234,14 +234,14 @@ def keys_with_colliding_probes(bits: int) -> tuple[int, ...]:
 @attack()
 def has_keys_with_colliding_probes() -> bytes:
     """Half a megabyte of keys with different hashes, but each dict of them needs many seconds."""
-    keys = keys_with_colliding_probes(17)
+    keys = crowding_keys(17)
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 @attack()
 def has_dense_keys_with_colliding_probes() -> bytes:
     """The same, followed by all numbers between them."""
-    first = keys_with_colliding_probes(16)
+    first = crowding_keys(16)
     keys = tuple(dict.fromkeys((*first, *range(max(first)))))
     return container(Branch("dict", (0,) * len(keys), keys))
 
@@ -250,14 +250,14 @@ def has_dense_keys_with_colliding_probes() -> bytes:
 def has_keys_with_colliding_probes_after_texts() -> bytes:
     """A dict that begins with texts has a table of another size."""
     texts = tuple(f"{number}" for number in range(3_000))
-    keys: tuple[str | int, ...] = (*texts, *keys_with_colliding_probes(17))
+    keys: tuple[str | int, ...] = (*texts, *crowding_keys(17))
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 @attack()
 def has_encoded_numbers_with_colliding_probes() -> bytes:
     """The same in the encoding for large ints, of which the decoder compares the bytes first."""
-    keys = tuple(big(number) for number in keys_with_colliding_probes(17))
+    keys = tuple(big(number) for number in crowding_keys(17))
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
@@ -266,7 +266,7 @@ def has_a_set_with_colliding_probes() -> bytes:
     """The same in a set inside a value."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(20, pack(keys_with_colliding_probes(17))))
+    return value(Special(20, pack(crowding_keys(17))))
 
 
 @attack()
@@ -274,7 +274,7 @@ def has_floats_with_colliding_probes() -> bytes:
     """A float without fraction has the hash of its int."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(18, pack([[float(number), None] for number in keys_with_colliding_probes(17)])))
+    return value(Special(18, pack([[float(number), None] for number in crowding_keys(17)])))
 
 
 @attack(BadManifest)

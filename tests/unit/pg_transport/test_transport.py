@@ -251,19 +251,19 @@ def test_a_failed_transfer_clears_the_last_report() -> None:
 def test_phases_are_logged_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         TransportPair().transfer(STATE)
-    ours = [record for record in caplog.records if record.name.startswith("torchferry")]
-    assert {record.levelno for record in ours} == {logging.DEBUG}
+    records = [record for record in caplog.records if record.name.startswith("torchferry")]
+    assert {record.levelno for record in records} == {logging.DEBUG}
     for phase in ("send: describe", "send: send tensors", "receive: compare", "receive: assemble"):
-        assert [r.getMessage() for r in ours if r.getMessage() == f"{phase} started"]
-        assert [r.getMessage() for r in ours if r.getMessage().startswith(f"{phase} complete after ")]
+        assert [r.getMessage() for r in records if r.getMessage() == f"{phase} started"]
+        assert [r.getMessage() for r in records if r.getMessage().startswith(f"{phase} complete after ")]
 
 
 def test_a_failed_phase_is_logged_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), pytest.raises(StateMismatch):
         TransportPair({"w": torch.zeros(1)}).transfer(STATE)
-    ours = [record for record in caplog.records if record.name.startswith("torchferry")]
-    assert {record.levelno for record in ours} == {logging.DEBUG}
-    assert [r for r in ours if r.getMessage().startswith("receive: compare failed after ")]
+    records = [record for record in caplog.records if record.name.startswith("torchferry")]
+    assert {record.levelno for record in records} == {logging.DEBUG}
+    assert [r for r in records if r.getMessage().startswith("receive: compare failed after ")]
 
 
 def test_no_tensor_of_a_state_is_sent_if_a_leaf_is_unsendable() -> None:

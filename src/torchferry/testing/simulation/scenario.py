@@ -38,7 +38,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a seed decides before the run."""
+    """The parameters of a run, drawn by a seed."""
 
     seed: int
     receivers: int
