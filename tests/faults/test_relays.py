@@ -160,7 +160,11 @@ def receive_late(rank: int, name: str, folder: str) -> str | None:
     group = new_group(rank, (0, 1, 2, 3, 4), name)
     keep_alive(group)
     transport = PGTransport(group, TIMEOUT_S, "cpu", relay=True)
+    (Path(folder) / f"joined-{rank}").touch()
     if rank == 2:
+        # A rank that dies earlier would break the connections that the others are still making.
+        joined = [Path(folder) / f"joined-{member}" for member in range(5)]
+        wait_until(lambda: all(path.exists() for path in joined), "not all ranks have joined the group")
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 4:
         wait_until((Path(folder) / "3").exists, "rank 3 has not failed")
