@@ -21,7 +21,7 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench bench-docs bench-cluster test test-torch faults simulate fuzz check format conformance wheel \
+.PHONY: help demo bench bench-docs bench-cluster test test-all test-torch faults simulate fuzz check format conformance wheel \
   clean distclean
 
 help: ## list these targets
@@ -43,10 +43,13 @@ bench-docs: $(READY) ## run both benchmarks in full and write docs/benchmarks.md
 bench-cluster: $(READY) ## measure one to six receivers on seven hosts (network namespaces) with 1 Gbit/s links; needs root
 	@$(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS)
 
-test: $(READY) ## run the tests
+test: $(READY) ## run the quick tests, in about three minutes
+	@TEST_SET=quick $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(READY) ## run all tests but those of `make faults`
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch: ## run the tests with another version of torch, in a venv of its own; TORCH=2.15.0
+test-torch: ## run all tests with another version of torch, in a venv of its own; TORCH=2.15.0
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(TORCH_VENV) "$(TORCH)"
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
 

@@ -1,4 +1,4 @@
-"""What all tests share: clusters of real processes, and the rule that nothing outlives the session.
+"""Fixtures of all tests: clusters of real processes, and a check that no process outlives the session.
 
 `pair`, `quad` and `octet` are clusters of 2, 4 and 8 workers (tests/support/cluster.py). Their
 workers start when a test first uses them, serve every later test, and are replaced when broken.
@@ -19,22 +19,22 @@ import pytest
 from tests.support import processes
 from tests.support.cluster import Cluster
 
-# Examples that go through real processes take as long as they take.
+# No deadline: an example that runs in real processes may be slow.
 hypothesis.settings.register_profile("torchferry", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torchferry")
 
-# What takes seconds to import. Not torchferry itself: the server would look for it on its own path.
+# Modules that take seconds to import. Not torchferry: the server would search it on its own path.
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "msgspec", "xxhash"]
 
 _open_clusters: list[Cluster] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_outlives_the_session() -> Iterator[None]:
-    """Set up first, so torn down last, when every other fixture has ended what it started."""
-    mark = processes.mark_session()
+def _no_process_outlives_the_session() -> Iterator[None]:
+    """Check at the end that no process is left. It is set up first, so torn down last."""
+    tag = processes.tag_session()
     yield
-    strays = processes.left_behind(mark)
+    strays = processes.left_behind(tag)
     for stray in strays:
         with contextlib.suppress(ProcessLookupError):
             os.kill(stray.pid, signal.SIGKILL)
@@ -44,43 +44,43 @@ def _nothing_outlives_the_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _nursery(_nothing_outlives_the_session: None) -> Iterator[None]:
-    """A process that has imported torch and started nothing: workers are forked from it in no time."""
+def _fork_server(_no_process_outlives_the_session: None) -> Iterator[None]:
+    """A server process that has imported torch. Workers are forked from it quickly."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     yield
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def pytest_runtest_logfinish() -> None:
-    """After each test."""
+    """Replace workers that the test lost."""
     for cluster in _open_clusters:
         cluster.settle()
 
 
 @pytest.fixture(scope="session")
-def pair(_nursery: None) -> Iterator[Cluster]:
+def pair(_fork_server: None) -> Iterator[Cluster]:
     """Two workers in one gloo group."""
     with _cluster(2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def quad(_nursery: None) -> Iterator[Cluster]:
+def quad(_fork_server: None) -> Iterator[Cluster]:
     """Four workers in one gloo group."""
     with _cluster(4) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def octet(_nursery: None) -> Iterator[Cluster]:
+def octet(_fork_server: None) -> Iterator[Cluster]:
     """Eight workers in one gloo group."""
     with _cluster(8) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def doomed(_nursery: None) -> Iterator[Cluster]:
-    """Two workers for one test, which loses one of them."""
+def doomed(_fork_server: None) -> Iterator[Cluster]:
+    """Two workers for a single test that loses one of them."""
     with Cluster(2, start_method="forkserver") as cluster:
         yield cluster
 

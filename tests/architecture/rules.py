@@ -1,4 +1,4 @@
-"""The rules of the architecture, and pure functions that find what in a module breaks them.
+"""The rules of the architecture, and pure functions that find the breaches in a module.
 
 A module belongs to a layer, by its name. A layer may import the layers that `MAY_IMPORT` lists, and
 from outside torchferry what the functions below leave it. Imports are read from the syntax tree, so
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 PACKAGE = "torchferry"
 
-# The first entry that a module's name equals or lies beneath is its layer.
+# The layer of a module is the first entry that equals its name or is a parent of it.
 LAYERS = {
     "torchferry.errors": "errors",
     "torchferry.torch_internals": "torch",
@@ -29,7 +29,7 @@ LAYERS = {
     "torchferry.compat": "front door",
     "torchferry.__main__": "front door",
 }
-# Importing the bare package runs its __init__, which opens the front doors.
+# An import of the bare package runs its __init__, which imports the public modules.
 ROOT_LAYER = "front door"
 
 MAY_IMPORT = {
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "front door": {"front door", "engine", "tensors", "links", "core", "errors", "torch"},
 }
 
-# All that core/ may import: no clock, no chance, no threads, no outside world.
+# The modules that core/ may import: no clock, no random numbers, no threads, no I/O.
 PURE = {
     "__future__",
     "abc",
@@ -65,7 +65,7 @@ PURE = {
 IMPURE_CALLS = {"__import__", "breakpoint", "eval", "exec", "input", "open", "print"}
 IMPORT_CALLS = {"__import__", "import_module"}
 
-# What reaches for the outside world, or waits for it.
+# Modules that do I/O or wait.
 OUTSIDE_WORLD = {
     "asyncio",
     "concurrent",
@@ -92,16 +92,16 @@ TERMINAL_MODULES = (
     "torchferry.__main__",
 )
 
-# Whatever turns bytes into calls.
+# Modules that execute code from bytes.
 PICKLES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
 PICKLE_MODULES = {"torchferry.compat"}
 
-# Private parts of torch differ from version to version, so one module has them all, with a fallback each.
+# Private APIs of torch differ between versions, so one module has all of them, each with a fallback.
 TORCH_MODULES = {"torchferry.torch_internals"}
-# What is private by its name and still for everybody: namedtuples, and our own classes' parts.
+# Names with an underscore that are not private: those of namedtuples.
 PUBLIC_UNDERSCORES = {"_fields", "_replace", "_asdict"}
 
-# torch's default device is the user's to set: whatever makes a tensor says where.
+# The user may set torch's default device, so every constructor names a device.
 CONSTRUCTORS = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
     "randint", "randn", "randperm", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor",
@@ -153,7 +153,7 @@ def imports_of(module: Module, known: frozenset[str] = frozenset()) -> list[Impo
 
 
 def layer_of(name: str) -> str | None:
-    """The layer to which a module belongs, None if nobody has said.
+    """The layer of a module, None if it has none.
 
     >>> layer_of("torchferry.core.codec"), layer_of("torchferry"), layer_of("torchferry.stray")
     ('core', 'front door', None)
@@ -193,7 +193,7 @@ def example_breaches(module: Module) -> list[str]:
 
 
 def purity_breaches(module: Module) -> list[str]:
-    """What reaches outside from `core/`, which sees descriptions only, or from `tensors/`."""
+    """Imports and calls of I/O, clocks or threads in `core/` or `tensors/`, and of torch in `core/`."""
     layer = layer_of(module.name)
     outside = [i for i in imports_of(module) if i.top != PACKAGE]
     if layer == "core":

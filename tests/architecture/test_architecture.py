@@ -1,7 +1,6 @@
-"""The layers keep apart, the core stays pure, and importing torchferry changes nothing.
+"""The layers import only what they may, the core is pure, and importing torchferry has no side effects.
 
-Every rule comes twice: once against the package, once against a snippet that breaks it, so that a
-checker which has gone blind is noticed.
+Every rule is tested twice: on the package, and on a snippet that breaks it, which the checker must report.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ class TestEveryModule:
     def test_is_found(self) -> None:
         assert {"torchferry", "torchferry.core", "torchferry.errors"} <= KNOWN
 
-    def test_imports_only_the_layers_that_it_may_know(self) -> None:
+    def test_imports_only_allowed_layers(self) -> None:
         assert breaches(lambda module: rules.layer_breaches(module, KNOWN)) == []
 
-    def test_of_the_core_is_pure_and_of_tensors_does_no_io(self) -> None:
+    def test_of_core_is_pure_and_of_tensors_does_no_io(self) -> None:
         assert breaches(rules.purity_breaches) == []
 
-    def test_leaves_the_terminal_to_the_command_line(self) -> None:
+    def test_does_not_use_the_terminal_outside_the_command_line(self) -> None:
         assert breaches(rules.terminal_breaches) == []
 
-    def test_does_without_numpy_until_it_is_needed(self) -> None:
+    def test_imports_numpy_only_when_it_is_needed(self) -> None:
         assert breaches(rules.numpy_breaches) == []
 
-    def test_leaves_pickle_to_the_module_that_guards_it(self) -> None:
+    def test_does_not_use_pickle_outside_the_modules_that_check_it(self) -> None:
         assert breaches(rules.pickle_breaches) == []
 
     def test_imports_nothing_by_a_computed_name(self) -> None:
@@ -70,13 +69,13 @@ class TestEveryModule:
         declared = declared_packages()
         assert breaches(lambda module: rules.undeclared_breaches(module, declared)) == []
 
-    def test_leaves_private_parts_of_torch_to_one_module(self) -> None:
+    def test_does_not_use_private_apis_of_torch_outside_one_module(self) -> None:
         assert breaches(rules.private_torch_breaches) == []
 
-    def test_says_on_which_device_it_makes_a_tensor(self) -> None:
+    def test_creates_tensors_with_a_device(self) -> None:
         assert breaches(rules.device_breaches) == []
 
-    def test_has_a_telling_name(self) -> None:
+    def test_has_a_descriptive_name(self) -> None:
         assert breaches(rules.shape_breaches) == []
 
 
@@ -88,7 +87,7 @@ class TestEveryExample:
         assert [breach for example in examples for breach in rules.example_breaches(example)] == []
 
 
-class TestTheCheckerBites:
+class TestTheCheckerReports:
     KNOWN = frozenset(
         {
             "torchferry.core.plan",
@@ -123,10 +122,10 @@ class TestTheCheckerBites:
             ("torchferry.stray", ""),
         ],
     )
-    def test_on_an_import_across_layers(self, name: str, source: str) -> None:
+    def test_an_import_across_layers(self, name: str, source: str) -> None:
         assert rules.layer_breaches(Module(name, source), self.KNOWN)
 
-    def test_but_not_on_one_that_is_allowed(self) -> None:
+    def test_no_allowed_import(self) -> None:
         for name, source in [
             ("torchferry.core.codec", "from . import plan\nfrom torchferry import errors"),
             ("torchferry.tensors.kinds", "from torchferry.core.plan import Plan\nimport torch"),
@@ -136,11 +135,11 @@ class TestTheCheckerBites:
         ]:
             assert rules.layer_breaches(Module(name, source), self.KNOWN) == []
 
-    def test_on_an_example_that_imports_a_private_module(self) -> None:
+    def test_an_example_that_imports_a_private_module(self) -> None:
         assert rules.example_breaches(Module("example", "from torchferry.engine import push"))
         assert rules.example_breaches(Module("example", "from torchferry import PGTransport")) == []
 
-    def test_on_relative_imports_in_a_package_as_in_a_module(self) -> None:
+    def test_relative_imports_of_a_package_and_of_a_module(self) -> None:
         package = Module("torchferry.core", "from .. import engine", is_package=True)
         assert rules.layer_breaches(package, self.KNOWN)
         package = Module("torchferry.core", "from . import plan", is_package=True)
@@ -165,14 +164,14 @@ class TestTheCheckerBites:
             "print('hello')",
         ],
     )
-    def test_on_an_impure_core(self, source: str) -> None:
+    def test_an_impure_core(self, source: str) -> None:
         assert rules.purity_breaches(Module("torchferry.core.plan", source))
 
     @pytest.mark.parametrize("name", ["socket", "threading", "subprocess", "multiprocessing", "time"])
-    def test_on_tensors_that_do_io(self, name: str) -> None:
+    def test_tensors_that_do_io(self, name: str) -> None:
         assert rules.purity_breaches(Module("torchferry.tensors.kinds", f"import {name}"))
 
-    def test_on_a_terminal_library_outside_the_command_line(self) -> None:
+    def test_a_terminal_library_outside_the_command_line(self) -> None:
         source = "def late():\n    from rich.table import Table"
         assert rules.terminal_breaches(Module("torchferry.engine", source))
         assert rules.terminal_breaches(Module("torchferry.cli", source)) == []
@@ -189,18 +188,18 @@ class TestTheCheckerBites:
             ("import typing\nif typing.TYPE_CHECKING:\n    import numpy", False),
         ],
     )
-    def test_on_numpy_taken_for_granted(self, source: str, flagged: bool) -> None:
+    def test_numpy_imported_unconditionally(self, source: str, flagged: bool) -> None:
         assert bool(rules.numpy_breaches(Module("torchferry.tensors.kinds", source))) == flagged
 
     @pytest.mark.parametrize("source", ["import pickle", "from pickle import loads", "import marshal"])
-    def test_on_pickle_outside_its_module(self, source: str) -> None:
+    def test_pickle_outside_its_modules(self, source: str) -> None:
         assert rules.pickle_breaches(Module("torchferry.engine", source))
 
-    def test_on_a_module_imported_by_a_computed_name(self) -> None:
+    def test_a_module_imported_by_a_computed_name(self) -> None:
         source = "from importlib import import_module\ndef load(name):\n    import_module(name)"
         assert rules.computed_import_breaches(Module("torchferry.core.codec", source))
 
-    def test_on_a_package_that_nobody_declared(self) -> None:
+    def test_an_undeclared_package(self) -> None:
         module = Module("torchferry.engine", "import json, torch\nimport requests.adapters")
         assert len(rules.undeclared_breaches(module, {"torch"})) == 1
 
@@ -218,7 +217,7 @@ class TestTheCheckerBites:
             ("pair._replace(path=())", False),
         ],
     )
-    def test_on_private_parts_of_torch(self, source: str, flagged: bool) -> None:
+    def test_private_apis_of_torch(self, source: str, flagged: bool) -> None:
         assert bool(rules.private_torch_breaches(Module("torchferry.tensors.kinds", source))) == flagged
         assert rules.private_torch_breaches(Module("torchferry.torch_internals", source)) == []
 
@@ -231,16 +230,16 @@ class TestTheCheckerBites:
             ("torch.empty_like(x)", False),
         ],
     )
-    def test_on_a_tensor_without_a_device(self, source: str, flagged: bool) -> None:
+    def test_a_tensor_without_a_device(self, source: str, flagged: bool) -> None:
         assert bool(rules.device_breaches(Module("torchferry.tensors.kinds", source))) == flagged
 
     @pytest.mark.parametrize("name", sorted(rules.BANNED_NAMES))
-    def test_on_a_name_that_says_nothing(self, name: str) -> None:
+    def test_a_vague_name(self, name: str) -> None:
         assert rules.shape_breaches(Module(f"torchferry.core.{name}", ""))
 
 
-# Run in a fresh interpreter, around the line that it is given. What torch does when its own modules
-# are imported is not our doing: they come first.
+# Run in a fresh interpreter, with the given line between two observations. torch is imported first, because
+# its import has side effects.
 OBSERVE = """
 import json, logging, os, sys, threading, warnings
 for name in {torch_modules!r}:
@@ -283,13 +282,13 @@ def run_python(script: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
+def observed() -> dict[str, Any]:
     return observe("import torchferry")
 
 
 class TestImportingTorchferry:
     @pytest.mark.parametrize(
-        "what",
+        "aspect",
         [
             "threads",
             "tasks",
@@ -301,17 +300,18 @@ class TestImportingTorchferry:
             "rng",
         ],
     )
-    def test_leaves_as_they_were_the(self, what: str, seen: dict[str, Any]) -> None:
-        assert seen["before"][what] == seen["after"][what]
+    def test_does_not_change(self, aspect: str, observed: dict[str, Any]) -> None:
+        assert observed["before"][aspect] == observed["after"][aspect]
 
-    def test_imports_neither_typer_nor_rich(self, seen: dict[str, Any]) -> None:
-        assert "torchferry" in seen["modules"]
-        assert not rules.TERMINAL.intersection(seen["modules"])
+    def test_imports_neither_typer_nor_rich(self, observed: dict[str, Any]) -> None:
+        assert "torchferry" in observed["modules"]
+        assert not rules.TERMINAL.intersection(observed["modules"])
 
     def test_works_where_numpy_is_not_installed(self) -> None:
         run_python("import sys; sys.modules['numpy'] = None; import torchferry")
 
-    def test_is_watched_by_an_observer_that_sees_changes(self) -> None:
+    @pytest.mark.slow
+    def test_is_observed_in_a_way_that_detects_changes(self) -> None:
         changes = {
             "threads": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
             "environment": "os.environ['TORCHFERRY'] = '1'",
@@ -321,5 +321,5 @@ class TestImportingTorchferry:
             "torch": "torch.set_num_threads(7)",
             "rng": "torch.rand(1)",
         }
-        seen = observe("; ".join(changes.values()))
-        assert [what for what in changes if seen["before"][what] == seen["after"][what]] == []
+        observed = observe("; ".join(changes.values()))
+        assert [aspect for aspect in changes if observed["before"][aspect] == observed["after"][aspect]] == []

@@ -1,7 +1,7 @@
-"""What torch's PGTransport gets wrong, row by row: the promise, and that torch's still breaks it.
+"""The defects of torch's PGTransport, row by row: torchferry's behaviour, and torch's.
 
-The numbers are the rows of the table of defects that the design began with. If torch mends its own,
-its half of a test fails, and the row can go.
+The numbers are the rows of the table of defects that the design began with. When torch fixes a defect, its
+half of the test fails, and the row can be removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
-from tests.unit.pg_transport.quacking import TIMEOUT_S, Ends, Group, Mailboxes
+from tests.unit.pg_transport.fake_group import TIMEOUT_S, Group, Mailboxes, TransportPair
 from torchferry import BadArgument, PGTransport, PickleRefused, StateMismatch, StepMismatch, Unsendable
 from torchferry.core.plan import WINDOW_BYTES
 from torchferry.engine import workspace
@@ -41,26 +41,26 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-class TorchEnds(Ends):
-    """Two ends of torch's own transport. `nbytes` counts what was sent, metadata included."""
+class TorchTransportPair(TransportPair):
+    """A pair of torch's own transports. `nbytes` counts the sent bytes, with metadata."""
 
     def __init__(self, local: object = None) -> None:
-        self.mail = Mailboxes()
-        self.group = Group(self.mail, 1)
+        self.mailboxes = Mailboxes()
+        self.group = Group(self.mailboxes, 1)
         timeout = timedelta(seconds=TIMEOUT_S)
-        self.sender: Any = TorchPGTransport(Group(self.mail, 0), timeout, CPU)  # type: ignore[arg-type]
+        self.sender: Any = TorchPGTransport(Group(self.mailboxes, 0), timeout, CPU)  # type: ignore[arg-type]
         callback = None if local is None else lambda: local
         self.receiver: Any = TorchPGTransport(self.group, timeout, CPU, callback)  # type: ignore[arg-type]
         self.nbytes = 0
 
     def transfer(self, state: object) -> Any:
         self.sender.send_checkpoint([1], state)
-        self.nbytes = sum(message.nbytes for box in self.mail.boxes.values() for message in box)
+        self.nbytes = sum(message.nbytes for box in self.mailboxes.boxes.values() for message in box)
         return self.receiver.recv_checkpoint(0)
 
 
 def by_torch(state: object, into: object = None) -> Any:
-    return TorchEnds(into).transfer(state)
+    return TorchTransportPair(into).transfer(state)
 
 
 class RunsCode:
@@ -73,19 +73,19 @@ class RunsCode:
 
 def test_no_code_runs_in_the_receiver(tmp_path: Path) -> None:
     """Row 1."""
-    ends = Ends()
-    state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "ours")}
+    transports = TransportPair()
+    state = {"w": torch.ones(2), "leaf": RunsCode(tmp_path / "torchferry")}
     with pytest.raises(Unsendable, match="leaf"):
-        ends.sender.send_checkpoint([1], state)
-    TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
-    for tag, ours in ((1, LENGTH_TAG), (2, FRAME_TAG)):
-        ends.mail.boxes[0, 1, ours] = ends.mail.boxes[0, 1, tag]
+        transports.sender.send_checkpoint([1], state)
+    TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=1), CPU).send_checkpoint([1], state)  # type: ignore[arg-type]
+    for tag, ferry_tag in ((1, LENGTH_TAG), (2, FRAME_TAG)):
+        transports.mailboxes.boxes[0, 1, ferry_tag] = transports.mailboxes.boxes[0, 1, tag]
     with pytest.raises(PickleRefused):
-        ends.receiver.recv_checkpoint(0)
-    assert not (tmp_path / "ours").exists()
+        transports.receiver.recv_checkpoint(0)
+    assert not (tmp_path / "torchferry").exists()
 
-    by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "theirs")})
-    assert (tmp_path / "theirs").exists()
+    by_torch({"w": torch.ones(2), "leaf": RunsCode(tmp_path / "torch")})
+    assert (tmp_path / "torch").exists()
 
 
 def test_a_view_costs_only_its_own_bytes() -> None:
@@ -95,30 +95,30 @@ def test_a_view_costs_only_its_own_bytes() -> None:
     assert transfer(views).payload_bytes == 4_000
     assert transfer({"slice": base[5:6]}).payload_bytes == 4
 
-    torch_ends = TorchEnds()
-    torch_ends.transfer(views)
-    assert torch_ends.nbytes > 40_000_000
+    torch_pair = TorchTransportPair()
+    torch_pair.transfer(views)
+    assert torch_pair.nbytes > 40_000_000
 
 
 def test_tied_weights_are_sent_once_and_arrive_tied() -> None:
     """Row 5."""
     weight = torch.randn(1000)
     state = {"embed": weight, "head": weight, "part": weight[10:20]}
-    ferried = transfer(state)
-    assert_same(state, ferried.state)
-    assert ferried.payload_bytes == 4_000
+    transferred = transfer(state)
+    assert_same(state, transferred.state)
+    assert transferred.payload_bytes == 4_000
 
-    torch_ends = TorchEnds()
-    received = torch_ends.transfer({"embed": weight, "head": weight})
+    torch_pair = TorchTransportPair()
+    received = torch_pair.transfer({"embed": weight, "head": weight})
     assert received["embed"].data_ptr() != received["head"].data_ptr()
-    assert torch_ends.nbytes > 8_000
+    assert torch_pair.nbytes > 8_000
 
 
 class Subclass(torch.Tensor):
     pass
 
 
-def test_parameters_and_sparse_tensors_travel_and_what_can_not_says_so_at_the_sender() -> None:
+def test_parameters_and_sparse_tensors_are_sent_and_other_leaves_are_refused_at_the_sender() -> None:
     """Row 6."""
     sparse = torch.eye(3).to_sparse()
     state = {"p": torch.nn.Parameter(torch.ones(2)), "coo": sparse, "csr": torch.eye(3).to_sparse_csr()}
@@ -143,12 +143,12 @@ def test_in_place_dtype_and_shape_must_match() -> None:
         transfer({"w": torch.ones(2, 3)}, into={"w": torch.zeros(3, 2)})
     assert local["w"].tolist() == [0, 0]
 
-    theirs = {"w": torch.zeros(2, dtype=torch.int32)}
-    by_torch({"w": torch.tensor([1.5, 2.5])}, into=theirs)
-    assert theirs["w"][0] == 1069547520
+    torch_local = {"w": torch.zeros(2, dtype=torch.int32)}
+    by_torch({"w": torch.tensor([1.5, 2.5])}, into=torch_local)
+    assert torch_local["w"][0] == 1069547520
 
 
-def test_in_place_a_view_keeps_its_neighbours_and_any_layout_is_read_right() -> None:
+def test_a_view_received_in_place_keeps_its_neighbours_and_any_layout_is_exact() -> None:
     """Row 10."""
 
     def receive_into_the_middle(transfer: Callable[..., Any]) -> list[float]:
@@ -183,8 +183,8 @@ def test_two_values_are_not_written_into_one_storage() -> None:
     assert tied.item() == 2
 
 
-def test_a_local_tensor_that_the_link_can_not_reach_is_written_through_a_staging_copy() -> None:
-    """Row 12. A link that takes no memory but its own treats the CPU as another type of device."""
+def test_a_local_tensor_that_the_link_can_t_access_is_written_through_a_staging_copy() -> None:
+    """Row 12. A link that accepts only its own memory treats the CPU as another type of device."""
     local = {"w": torch.zeros(100), "turned": torch.zeros(5, 4).t()}
     sent = {"w": torch.arange(100.0), "turned": torch.arange(20.0).view(4, 5)}
     received = transfer(sent, into=local, own_buffers=True, chunk_bytes=64).state
@@ -196,7 +196,7 @@ def test_a_local_tensor_that_the_link_can_not_reach_is_written_through_a_staging
 
 
 def sharded(rank: int, scale: float) -> ShardedTensor:
-    """Two shards a rank, of a row each."""
+    """Return two shards per rank, each with one row."""
     shards = [
         LocalShard(
             scale * torch.full((1, 4), float(row)),
@@ -208,11 +208,11 @@ def sharded(rank: int, scale: float) -> ShardedTensor:
 
 
 def receive_shards_in_place(rank: int) -> tuple[bool, list[list[float]], str]:
-    """Making one takes all ranks; sending is done here within each, so that torch's may fail."""
+    """All ranks create the tensor together; each transfers within its process, because torch's may fail."""
     mine = sharded(rank, scale=1.0)
     blank = sharded(rank, scale=0.0)
-    ends = Ends({"s": blank})
-    same = ends.transfer({"s": mine})["s"] is blank
+    transports = TransportPair({"s": blank})
+    same = transports.transfer({"s": mine})["s"] is blank
     rows = [shard.tensor.flatten().tolist() for shard in blank.local_shards()]
     try:
         by_torch({"s": mine}, into={"s": sharded(rank, scale=0.0)})
@@ -223,10 +223,10 @@ def receive_shards_in_place(rank: int) -> tuple[bool, list[list[float]], str]:
 
 def test_a_sharded_tensor_is_received_in_place_with_all_its_shards(pair: Cluster) -> None:
     """Row 13."""
-    for rank, (same, rows, torch_said) in enumerate(pair.run(receive_shards_in_place)):
+    for rank, (same, rows, torch_error) in enumerate(pair.run(receive_shards_in_place)):
         assert same
         assert rows == [[2.0 * rank] * 4, [2.0 * rank + 1] * 4]
-        assert torch_said
+        assert torch_error
 
 
 def test_conj_and_neg_bits_are_exact() -> None:
@@ -238,9 +238,9 @@ def test_conj_and_neg_bits_are_exact() -> None:
     assert received["conj"].item() == 1 - 2j
     assert received["neg"].item() == -2
 
-    theirs = by_torch(state)
-    assert theirs["conj"].item() == 1 + 2j
-    assert theirs["neg"].item() == 2
+    torch_state = by_torch(state)
+    assert torch_state["conj"].item() == 1 + 2j
+    assert torch_state["neg"].item() == 2
 
 
 def test_odd_storages_are_exact_and_quantized_tensors_are_refused_at_the_sender() -> None:
@@ -254,7 +254,7 @@ def test_odd_storages_are_exact_and_quantized_tensors_are_refused_at_the_sender(
 
     with pytest.raises(RuntimeError, match="divisible"):
         by_torch({"words": words})
-    with pytest.raises(Exception):  # noqa: B017, PT011 - in one way or another it is not usable
+    with pytest.raises(Exception):  # noqa: B017, PT011 - any error shows that it is not usable
         by_torch({"q": quantized})["q"].dequantize()
 
 
@@ -266,30 +266,30 @@ def test_requires_grad_and_metadata_are_kept() -> None:
     assert received["extra"].requires_grad
     assert received._metadata == state._metadata  # type: ignore[attr-defined]
 
-    theirs = by_torch(state)
-    assert not theirs["extra"].requires_grad
-    assert not hasattr(theirs, "_metadata")
+    torch_state = by_torch(state)
+    assert not torch_state["extra"].requires_grad
+    assert not hasattr(torch_state, "_metadata")
 
 
-def test_arrays_move_as_bytes_and_in_place_and_containers_as_themselves() -> None:
+def test_arrays_are_sent_as_payload_and_received_in_place_and_containers_keep_their_type() -> None:
     """Row 17."""
     array = numpy.arange(100_000)
     state = {"array": array, "count": Counter({3: 1}), "ordered": OrderedDict(a=array[:10])}
-    ferried = transfer(state)
-    assert_same(state, ferried.state)
-    assert ferried.payload_bytes == array.nbytes
-    assert ferried.report.metadata_bytes < 1_000
+    transferred = transfer(state)
+    assert_same(state, transferred.state)
+    assert transferred.payload_bytes == array.nbytes
+    assert transferred.report.metadata_bytes < 1_000
     local = numpy.zeros(100_000, dtype=array.dtype)
     assert transfer({"array": array}, into={"array": local}).state["array"] is local
     assert numpy.array_equal(local, array)
 
-    torch_ends = TorchEnds()
-    torch_ends.transfer({"array": array})
-    assert {tag for (_, _, tag) in torch_ends.mail.boxes} == {1, 2}, "it is in the metadata"
-    assert torch_ends.nbytes > array.nbytes
+    torch_pair = TorchTransportPair()
+    torch_pair.transfer({"array": array})
+    assert {tag for (_, _, tag) in torch_pair.mailboxes.boxes} == {1, 2}, "the array is not in the metadata"
+    assert torch_pair.nbytes > array.nbytes
 
 
-def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> None:
+def test_extra_and_missing_keys_are_refused_unless_strict_is_false() -> None:
     """Row 18."""
     state = {"both": torch.ones(2), "theirs": torch.ones(2)}
     local = {"both": torch.zeros(2), "mine": torch.zeros(2)}
@@ -304,8 +304,8 @@ def test_extra_and_missing_keys_are_refused_by_default_and_taken_by_choice() -> 
     assert list(by_torch(state, into=local)) == ["both", "theirs"]
 
 
-def bound_to_the_receiver(rank: int) -> dict[str, Any]:
-    """Ranks 0 and 1 send their parts of a DTensor to their twins: fresh, bound to a mesh, in place."""
+def transfer_dtensors(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 1 send their shards of a DTensor to ranks 2 and 3: fresh, with `mesh=`, in place."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     twin = (rank + 2) % 4
     placements = [Replicate(), Shard(0)]
@@ -332,13 +332,13 @@ def bound_to_the_receiver(rank: int) -> dict[str, Any]:
         "named": received["named"].full_tensor().tolist(),
         "in place": target.full_tensor().tolist(),
         "fresh": received["fresh"].full_tensor().tolist(),
-        "own, afterwards": DTensor.full_tensor(mine + mine).tolist(),  # type: ignore[arg-type]
+        "local arithmetic": DTensor.full_tensor(mine + mine).tolist(),  # type: ignore[arg-type]
         "torch's": coordinate_by_torch(rank, mine),
     }
 
 
 def coordinate_by_torch(rank: int, mine: DTensor) -> Any:
-    """What rank 3 believes to be, after it received rank 0's part from torch's."""
+    """Return the coordinate in the mesh that rank 3 receives from rank 0 by torch's transport."""
     transport = TorchPGTransport(dist.group.WORLD, timedelta(seconds=20), CPU)  # type: ignore[arg-type]
     if rank == 0:
         transport.send_checkpoint([3], {"d": mine})
@@ -350,7 +350,7 @@ def coordinate_by_torch(rank: int, mine: DTensor) -> Any:
 def test_a_dtensor_is_bound_to_the_receiver_s_mesh(quad: Cluster) -> None:
     """Row 19."""
     whole = torch.arange(32.0).view(8, 4)
-    answers = quad.run(bound_to_the_receiver)
+    answers = quad.run(transfer_dtensors)
     for rank, answer in enumerate(answers):
         part = whole[4 * (rank % 2) :][:4]
         assert tuple(answer["coordinate"]) == (rank // 2, rank % 2)
@@ -358,20 +358,20 @@ def test_a_dtensor_is_bound_to_the_receiver_s_mesh(quad: Cluster) -> None:
         assert answer["local"] == part.tolist()
         assert answer["element-wise"] == (2 * part).tolist()
         assert answer["fresh"] == answer["named"] == answer["in place"] == whole.tolist()
-        assert answer["own, afterwards"] == (2 * whole).tolist()
+        assert answer["local arithmetic"] == (2 * whole).tolist()
     assert tuple(answers[3]["torch's"]) == (0, 0)
 
 
 def test_a_device_is_accepted_by_its_name() -> None:
     """Row 27."""
-    ends = Ends()
-    ends.receiver = PGTransport(ends.group, 10, "cpu", lambda: {"w": torch.zeros(2)})
-    assert ends.transfer({"w": torch.ones(2)})["w"].tolist() == [1, 1]
+    transports = TransportPair()
+    transports.receiver = PGTransport(transports.group, 10, "cpu", lambda: {"w": torch.zeros(2)})
+    assert transports.transfer({"w": torch.ones(2)})["w"].tolist() == [1, 1]
 
-    torch_ends = TorchEnds({"w": torch.zeros(2)})
-    torch_ends.receiver._device = "cpu"
+    torch_pair = TorchTransportPair({"w": torch.zeros(2)})
+    torch_pair.receiver._device = "cpu"
     with pytest.raises(AttributeError):
-        torch_ends.transfer({"w": torch.ones(2)})
+        torch_pair.transfer({"w": torch.ones(2)})
 
 
 WITHOUT_NUMPY = """
@@ -381,15 +381,16 @@ warnings.simplefilter("ignore")
 from datetime import timedelta
 import torch
 from torch.distributed.checkpoint._pg_transport import PGTransport as TorchPGTransport
-from tests.unit.pg_transport.quacking import Ends, Group
+from tests.unit.pg_transport.fake_group import TransportPair, Group
 
-ends, cpu = Ends(), torch.device("cpu")
-print("ours:", ends.transfer({"w": torch.arange(3.0)})["w"].tolist())
-TorchPGTransport(Group(ends.mail, 0), timedelta(seconds=5), cpu).send_checkpoint([1], {"w": torch.ones(3)})
+transports, cpu = TransportPair(), torch.device("cpu")
+print("torchferry:", transports.transfer({"w": torch.arange(3.0)})["w"].tolist())
+sender = TorchPGTransport(Group(transports.mailboxes, 0), timedelta(seconds=5), cpu)
+sender.send_checkpoint([1], {"w": torch.ones(3)})
 try:
-    TorchPGTransport(ends.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
+    TorchPGTransport(transports.group, timedelta(seconds=5), cpu).recv_checkpoint(0)
 except RuntimeError as error:
-    print("torch's:", error)
+    print("torch:", error)
 """
 
 
@@ -405,11 +406,11 @@ def test_numpy_is_not_needed() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ours: [0.0, 1.0, 2.0]", "torch's: Numpy is not available"]
+    assert done.stdout.splitlines() == ["torchferry: [0.0, 1.0, 2.0]", "torch: Numpy is not available"]
 
 
-def group_ranks(rank: int) -> Any:
-    """Ranks 2 and 3 of the world are 0 and 1 in a group of their own."""
+def transfer_in_a_subgroup(rank: int) -> Any:
+    """Ranks 2 and 3 of the world are ranks 0 and 1 of a smaller group."""
     group = dist.new_group([2, 3])
     if rank < 2:
         return None
@@ -422,30 +423,30 @@ def group_ranks(rank: int) -> Any:
     return transport.recv_checkpoint(0)["w"].tolist()  # type: ignore[index]
 
 
-def test_ranks_are_group_ranks_and_a_global_one_is_a_clear_error(quad: Cluster) -> None:
-    """Row 29. torch's waits for the rank that is not there until the test itself times out."""
+def test_ranks_are_group_ranks_and_a_global_rank_is_refused(quad: Cluster) -> None:
+    """Row 29. torch's waits for the missing rank until the test itself times out."""
     assert "**in that group**" in (PGTransport.__doc__ or "")
-    _, _, said, received = quad.run(group_ranks)
-    assert said.startswith("rank 3 is not in the group, which has ranks 0 to 1")
-    assert "get_group_rank" in said
+    _, _, message, received = quad.run(transfer_in_a_subgroup)
+    assert message.startswith("rank 3 is not in the group, which has ranks 0 to 1")
+    assert "get_group_rank" in message
     assert received == [1, 1]
 
 
 def test_a_step_is_checked_with_both_values_in_the_error() -> None:
     """Row 30."""
-    ends = Ends()
-    ends.sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
+    transports = TransportPair()
+    transports.sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
     with pytest.raises(StepMismatch, match=r"(?s)step 42.*step 41"):
-        ends.receiver.recv_checkpoint(0, step=42)
+        transports.receiver.recv_checkpoint(0, step=42)
 
     with pytest.raises(TypeError, match="step"):
-        TorchEnds().sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
+        TorchTransportPair().sender.send_checkpoint([1], {"w": torch.ones(2)}, step=41)
 
 
 def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 31. On a link that takes no memory but its own, every byte of the state is staged.
+    """Row 31. On a link that accepts only its own memory, every byte of the state is staged.
 
-    How torch's stages can't be seen without an accelerator.
+    torch's staging can't be tested without an accelerator.
     """
     held: dict[int, int] = {}
     most = 0
@@ -463,4 +464,4 @@ def test_staging_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     local = {"large": torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)}
     transfer(state, into=local, own_buffers=True)
     assert torch.equal(local["large"], state["large"])
-    assert 0 < most <= 2 * WINDOW_BYTES, "a window at each side, and no more"
+    assert 0 < most <= 2 * WINDOW_BYTES, "more than one window on each side is staged"

@@ -1,6 +1,6 @@
-"""The matrix of faults: what happens to whom at which point, and what the others must then see.
+"""The fault matrix: every fault, its victim, the point of the transfer, and the error that survivors raise.
 
-Declared once, for the tests that play the cases and for docs/faults.md.
+test_matrix.py runs the cases; docs/faults.md lists them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tests.faults.scene import FRAME, LAYERS, LENGTH, SEAL, message
+from tests.faults.jobs import DIGEST_BLOCK, FRAME, LAYERS, LENGTH, message
 
 FAULTS = {
     "kill": "SIGKILL",
-    "exit": "`os._exit`",
-    "leave": "`sys.exit` in a signal handler",
+    "os_exit": "`os._exit`",
+    "sys_exit": "`sys.exit` in a signal handler",
     "raise": "an exception in a callback",
     "stop": "SIGSTOP",
     "pause": "SIGSTOP, then SIGCONT in time",
@@ -22,10 +22,10 @@ FAULTS = {
 
 
 class Point(NamedTuple):
-    """Where in a transfer a fault happens: just before this message is posted, or after the return."""
+    """The point at which a fault happens: just before a message is posted, or after the return."""
 
     name: str
-    place: int | None
+    position: int | None
 
 
 BEFORE_METADATA = Point("before metadata", LENGTH)
@@ -33,38 +33,41 @@ IN_METADATA = Point("in metadata", FRAME)
 FIRST = Point("first message", message(0))
 MIDDLE = Point("middle message", message(LAYERS // 2))
 LAST = Point("last message", message(LAYERS - 1))
-AFTER_LAST = Point("after the last message", SEAL)
+AFTER_LAST = Point("after the last message", DIGEST_BLOCK)
 RETURNED = Point("after the call returned", None)
 POINTS = [BEFORE_METADATA, IN_METADATA, FIRST, MIDDLE, LAST, AFTER_LAST, RETURNED]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, and what the survivor sees: an error, and when, or the state as it should be."""
+    """One fault, and what the survivor sees: an error within a time limit, or the exact state.
+
+    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case.
+    """
 
     fault: str
     victim: str
     point: Point
     receivers: int = 1
-    quick: bool = False
+    runs_in: str = "faults"
 
     @property
     def name(self) -> str:
-        """The case as a name for a test."""
-        crowd = "" if self.receivers == 1 else f"-of-{self.receivers}"
-        return f"{self.fault}-{self.victim}{crowd}-{self.point.name.replace(' ', '_')}"
+        """The id of the test."""
+        of_receivers = "" if self.receivers == 1 else f"-of-{self.receivers}"
+        return f"{self.fault}-{self.victim}{of_receivers}-{self.point.name.replace(' ', '_')}"
 
     @property
     def survives(self) -> bool:
-        """Whether the transfer succeeds all the same."""
+        """Whether the transfer succeeds despite the fault."""
         return self.fault == "pause" or self.point is RETURNED
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """What a lone survivor, or a receiver whose sender is the victim, may raise; none if it succeeds.
+        """The names of the errors that a survivor may raise; empty if the transfer succeeds.
 
-        With the first message, whether the local tensors were already lent to the link is a matter of
-        who is faster: the error tells, and the test checks that it tells the truth.
+        At the first message, timing decides whether the link already had the local tensors. The test checks
+        that the error describes the local tensors correctly.
         """
         if self.survives:
             return ()
@@ -77,52 +80,62 @@ class Case:
 
     @property
     def when(self) -> str:
-        """When a survivor knows."""
+        """The time limit for a survivor's error."""
         if self.survives:
-            return "in the end"
+            return "at the end"
         return "at the deadline, + 0.5 s at most" if self.fault == "stop" else "within 1 s"
 
 
 def _points(fault: str) -> list[Point]:
     if fault == "cut":
         return [FIRST, MIDDLE, LAST]
-    # After the return there is nothing left that could raise or be given up.
-    return [point for point in POINTS if point is not RETURNED or fault not in ("raise", "leave")]
+    # After the return, no callback can raise and no transfer can be cancelled.
+    return [point for point in POINTS if point is not RETURNED or fault not in ("raise", "sys_exit")]
 
 
-_QUICK = {
-    ("kill", "sender", IN_METADATA),
+_TEST = {
     ("kill", "sender", MIDDLE),
-    ("kill", "sender", RETURNED),
-    ("kill", "receiver", BEFORE_METADATA),
     ("kill", "receiver", LAST),
-    ("exit", "receiver", FIRST),
-    ("leave", "sender", LAST),
-    ("raise", "sender", AFTER_LAST),
+    ("os_exit", "receiver", FIRST),
+    ("sys_exit", "sender", LAST),
     ("raise", "receiver", MIDDLE),
     ("stop", "sender", MIDDLE),
-    ("stop", "receiver", MIDDLE),
-    ("pause", "sender", MIDDLE),
     ("pause", "receiver", LAST),
-    ("cut", "sender", MIDDLE),
     ("cut", "receiver", MIDDLE),
 }
-_QUICK_OF_THREE = {("kill", MIDDLE), ("stop", MIDDLE), ("cut", MIDDLE)}
+_TEST_ALL = {
+    ("kill", "sender", IN_METADATA),
+    ("kill", "sender", RETURNED),
+    ("kill", "receiver", BEFORE_METADATA),
+    ("raise", "sender", AFTER_LAST),
+    ("stop", "receiver", MIDDLE),
+    ("pause", "sender", MIDDLE),
+    ("cut", "sender", MIDDLE),
+}
+
+
+def _pair(fault: str, victim: str, point: Point) -> Case:
+    key = (fault, victim, point)
+    return Case(
+        fault, victim, point, runs_in="test" if key in _TEST else "test-all" if key in _TEST_ALL else "faults"
+    )
+
+
+def _one_of_three(fault: str, point: Point) -> Case:
+    runs_in = {("kill", MIDDLE): "test", ("stop", MIDDLE): "test-all", ("cut", MIDDLE): "test-all"}
+    return Case(fault, "receiver", point, receivers=3, runs_in=runs_in.get((fault, point), "faults"))
+
 
 PAIRS = [
-    Case(fault, victim, point, quick=(fault, victim, point) in _QUICK)
+    _pair(fault, victim, point)
     for fault in FAULTS
     for victim in ("sender", "receiver")
     for point in _points(fault)
 ]
-ONE_OF_THREE = [
-    Case(fault, "receiver", point, receivers=3, quick=(fault, point) in _QUICK_OF_THREE)
-    for fault in FAULTS
-    for point in _points(fault)
-]
+ONE_OF_THREE = [_one_of_three(fault, point) for fault in FAULTS for point in _points(fault)]
 SENDER_OF_THREE = [
-    Case(fault, "sender", MIDDLE, receivers=3, quick=fault == "kill")
+    Case(fault, "sender", MIDDLE, receivers=3, runs_in="test" if fault == "kill" else "faults")
     for fault in FAULTS
-    # An exception in the lane to one of them is no fault of the sender's as a whole.
+    # An exception in the lane to one receiver is not a fault of the whole sender.
     if fault != "raise"
 ]

@@ -1,4 +1,4 @@
-"""Crews: clusters whose workers are cheap to lose, for tests that lose one again and again."""
+"""Clusters for tests that lose a worker: a lost worker is replaced before the next test."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tests.support.cluster import Cluster
 
 
 @contextlib.contextmanager
-def _crew(size: int) -> Iterator[Cluster]:
+def _cluster(size: int) -> Iterator[Cluster]:
     with Cluster(size, timeout_s=40, start_method="forkserver") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def _trio(_nursery: None) -> Iterator[Cluster]:
-    with _crew(3) as cluster:
+def _trio(_fork_server: None) -> Iterator[Cluster]:
+    with _cluster(3) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def _quartet(_nursery: None) -> Iterator[Cluster]:
-    with _crew(4) as cluster:
+def _quartet(_fork_server: None) -> Iterator[Cluster]:
+    with _cluster(4) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def trio(_trio: Cluster) -> Iterator[Cluster]:
-    """A sender (rank 0), a receiver (rank 1), and a bystander with whom a survivor can go on (rank 2)."""
+    """A sender (rank 0), a receiver (rank 1), and a rank with which a survivor forms a new group (rank 2)."""
     yield _trio
     _trio.settle()
 
@@ -44,7 +44,7 @@ def quartet(_quartet: Cluster) -> Iterator[Cluster]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long half of the matrix to `make faults`."""
+    """Deselect the tests marked slow_fault unless `make faults` runs (FAULTS=all)."""
     if os.environ.get("FAULTS") == "all":
         return
     slow = [item for item in items if item.get_closest_marker("slow_fault")]

@@ -1,4 +1,4 @@
-"""Faults at exact points of a transfer of 64 MiB between real processes, and what the survivors see of it."""
+"""Faults at exact points of a transfer of 64 MiB between real processes, and the errors of the survivors."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from tests.faults.cases import (
     SENDER_OF_THREE,
     Case,
 )
-from tests.faults.directing import (
-    assert_truthful,
-    wait_for_mark,
+from tests.faults.controller import (
+    assert_error_matches_state,
+    wait_for_timestamp,
+    wait_until_blocked_in_send,
     wait_until_stopped,
-    wait_until_stuck,
 )
-from tests.faults.scene import (
+from tests.faults.jobs import (
     LAYER_BYTES,
     LAYERS,
     PATHS,
-    Aftermath,
-    Boom,
+    AfterFailure,
+    CallbackError,
     Fault,
-    Part,
-    Sight,
-    go_on,
-    look_around,
+    Role,
+    TransferResult,
+    inspect_after_failure,
     message,
-    perform,
+    run_transfer,
+    transfer_on_new_group,
     unique_name,
 )
 from tests.support.cluster import Cluster, Job, Outcome, WorkerDied
 from torchferry.errors import FerryError, GroupBroken, SendBroken, SendFailed, SendLate, TargetTorn
 
 TIMEOUT_S = {"stop": 2.0, "cut": 3.0}
-"""Where it is what ends the transfer, or a thread that gloo holds in the middle of a message; elsewhere it
-is far off, so that nothing can be owed to it."""
+"""The timeout of faults that end at the deadline, or that leave a thread blocked in gloo until the deadline.
+Other faults get FAR_S, which can't be the cause of an error."""
 FAR_S = 10.0
 PAUSE_S = 0.4
-"""Long enough for the survivor to probe the one that is silent."""
-DEATH_S = 1.0
+"""Long enough for the survivor to probe the silent peer."""
+DETECTION_S = 1.0
 LATE_S = 0.5
 
 
-def parametrised(cases: list[Case]) -> pytest.MarkDecorator:
-    marks = {True: (), False: (pytest.mark.slow_fault,)}
+MARKS = {"test": [], "test-all": [pytest.mark.slow], "faults": [pytest.mark.slow_fault]}
+
+
+def parametrized_by(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=case.name, marks=marks[case.quick]) for case in cases]
+        "case", [pytest.param(case, id=case.name, marks=MARKS[case.runs_in]) for case in cases]
     )
 
 
-class Play:
-    """One case, played by a cluster: rank 0 sends, the ranks after it receive."""
+class CaseRun:
+    """One case on a cluster: rank 0 sends, the other ranks receive."""
 
     def __init__(self, cluster: Cluster, case: Case, folder: Path) -> None:
         self.cluster = cluster
@@ -69,78 +71,80 @@ class Play:
         self.survivors = [rank for rank in self.ranks if rank != self.victim]
         self.timeout_s = TIMEOUT_S.get(case.fault, FAR_S)
         if case.victim == "sender" and case.receivers > 1:
-            # Those who are not at the exact point may be in the middle of a message.
+            # The other receivers may be in the middle of a message.
             self.timeout_s = min(self.timeout_s, TIMEOUT_S["cut"])
         self._name = unique_name()
-        self._mark = folder / "fault"
-        self._ended = {rank: folder / f"ended-{rank}" for rank in self.ranks}
-        # A message is cut by letting its receiver stop in it, whoever is killed then.
-        self.actor = 1 if case.fault == "cut" and self.victim == 0 else self.victim
-        peer = 1 if self.actor == 0 else None
-        self._fault = Fault(case.fault, case.point.place, str(self._mark), peer)
+        self._timestamp = folder / "fault"
+        self._end_timestamps = {rank: folder / f"ended-{rank}" for rank in self.ranks}
+        # A message is cut by stopping its receiver. Then the victim, sender or receiver, is killed.
+        self.injected_rank = 1 if case.fault == "cut" and self.victim == 0 else self.victim
+        peer = 1 if self.injected_rank == 0 else None
+        self._fault = Fault(case.fault, case.point.position, str(self._timestamp), peer)
         jobs = [self._job(rank) if rank in self.ranks else None for rank in range(cluster.world_size)]
         self._pending = cluster.start(jobs)
-        self.at_s = wait_for_mark(self._mark)
+        self.fault_s = wait_for_timestamp(self._timestamp)
 
     def _job(self, rank: int) -> Job:
-        part = Part(
+        role = Role(
             self._name,
             self.ranks,
             "send" if rank == 0 else "receive",
             self.timeout_s,
-            fault=self._fault if rank == self.actor else None,
-            ended=str(self._ended[rank]),
-            narrow=self.case.fault == "cut",
+            fault=self._fault if rank == self.injected_rank else None,
+            end_timestamp_file=str(self._end_timestamps[rank]),
+            small_socket_buffers=self.case.fault == "cut",
         )
-        return perform, (part,)
+        return run_transfer, (role,)
 
     def cut(self) -> None:
-        """Kill the victim in the middle of a message, and let the one that stopped go on if it is not it."""
-        wait_until_stuck(self.cluster.pids[0])
+        """Kill the victim in the middle of a message. If it is the sender, continue the stopped receiver."""
+        wait_until_blocked_in_send(self.cluster.pids[0])
         self.cluster.kill(self.victim)
-        self.at_s = time.monotonic()
-        if self.actor != self.victim:
-            self.cluster.kill(self.actor, signal.SIGCONT)
+        self.fault_s = time.monotonic()
+        if self.injected_rank != self.victim:
+            self.cluster.kill(self.injected_rank, signal.SIGCONT)
 
     def wait_for_survivors(self) -> None:
         for rank in self.survivors:
-            wait_for_mark(self._ended[rank])
+            wait_for_timestamp(self._end_timestamps[rank])
 
     def outcomes(self) -> list[Outcome]:
         return self._pending.outcomes()
 
-    def sights(self, outcomes: list[Outcome]) -> list[Sight]:
-        """What the survivors saw: they all live to tell."""
+    def results(self, outcomes: list[Outcome]) -> list[TransferResult]:
+        """Return the survivors' results; none of them died."""
         assert [outcomes[rank].error for rank in self.survivors] == [None] * len(self.survivors)
         return [outcomes[rank].value for rank in self.survivors]
 
 
-def play(cluster: Cluster, case: Case, folder: Path) -> tuple[Play, list[Outcome]]:
-    """Play a case to its end. One that was stopped goes on when it is too late, or else in time."""
-    scene = Play(cluster, case, folder)
+def run_case(cluster: Cluster, case: Case, folder: Path) -> tuple[CaseRun, list[Outcome]]:
+    """Run a case to its end. A stopped victim continues after the deadline, a paused victim before it."""
+    run = CaseRun(cluster, case, folder)
     if case.fault in ("stop", "pause", "cut"):
-        wait_until_stopped(cluster.pids[scene.actor])
+        wait_until_stopped(cluster.pids[run.injected_rank])
     if case.fault == "cut":
-        scene.cut()
+        run.cut()
     elif case.fault in ("stop", "pause"):
         if case.fault == "stop":
-            scene.wait_for_survivors()
+            run.wait_for_survivors()
         else:
             time.sleep(PAUSE_S)
-        cluster.kill(scene.victim, signal.SIGCONT)
-    return scene, scene.outcomes()
+        cluster.kill(run.victim, signal.SIGCONT)
+    return run, run.outcomes()
 
 
-def assert_told(scene: Play, sight: Sight, error: BaseException | None, peer: int, *, receives: bool) -> None:
-    """Check an error of the link: its type, its time, and what it says of peer, phase, path and bytes."""
-    case = scene.case
+def assert_link_error(
+    run: CaseRun, result: TransferResult, error: BaseException | None, peer: int, *, receives: bool
+) -> None:
+    """Check an error of the link: its type, time, peer, phase, path and byte count."""
+    case = run.case
     assert isinstance(error, FerryError), error
     assert type(error).__name__ in case.errors, error
     if case.fault == "stop":
-        assert scene.timeout_s <= sight.seconds < scene.timeout_s + LATE_S
+        assert run.timeout_s <= result.seconds < run.timeout_s + LATE_S
         assert isinstance(error, TimeoutError)
     else:
-        assert sight.ended_s - scene.at_s < DEATH_S
+        assert result.ended_s - run.fault_s < DETECTION_S
         assert isinstance(error, ConnectionError)
     assert error.peer == peer
     in_metadata = case.point in (BEFORE_METADATA, IN_METADATA)
@@ -148,88 +152,92 @@ def assert_told(scene: Play, sight: Sight, error: BaseException | None, peer: in
         assert (error.phase, error.path) == ("receive metadata", None)
     else:
         assert error.phase == ("receive tensors" if receives else "send tensors")
-        place = case.point.place
-        assert place is not None
+        position = case.point.position
+        assert position is not None
         total = LAYERS * LAYER_BYTES
         done = re.search(rf"([\d,]+) of {total:,} bytes done, last at {error.path}", str(error))
         assert done is not None, str(error)
         layers = int(done[1].replace(",", "")) // LAYER_BYTES
-        assert layers <= max(place - message(0), 0)
+        assert layers <= max(position - message(0), 0)
         assert error.path == PATHS[min(layers, LAYERS - 1)]
 
 
-def assert_over(scene: Play, sights: dict[int, Sight]) -> None:
-    """Check that the old group is called broken, that nothing moved since, and that no thread is left."""
-    ranks = sorted(sights)
-    patience_s = max(sight.began_s for sight in sights.values()) + scene.timeout_s + LATE_S - time.monotonic()
-    jobs = [(look_around, (patience_s,)) if r in ranks else None for r in range(scene.cluster.world_size)]
-    found = scene.cluster.start(jobs).outcomes()
+def assert_group_is_broken(run: CaseRun, results: dict[int, TransferResult]) -> None:
+    """Check that the old group raises GroupBroken, that no byte was written since, and that lanes ended."""
+    ranks = sorted(results)
+    patience_s = (
+        max(result.started_s for result in results.values()) + run.timeout_s + LATE_S - time.monotonic()
+    )
+    jobs = [
+        (inspect_after_failure, (patience_s,)) if r in ranks else None for r in range(run.cluster.world_size)
+    ]
+    outcomes = run.cluster.start(jobs).outcomes()
     for rank in ranks:
-        after: Aftermath = found[rank].value
+        after: AfterFailure = outcomes[rank].value
         assert isinstance(after.error, GroupBroken), after.error
-        assert "make a new group" in str(after.error)
-        assert after.fates == sights[rank].fates, "bytes landed after the error"
-        assert after.lanes_gone_s is not None, "a thread outlives the deadline"
+        assert "create a new group" in str(after.error)
+        assert after.contents == results[rank].contents, "bytes were written after the error"
+        assert after.lanes_ended_s is not None, "a lane is still running after the deadline"
 
 
-def assert_the_living_go_on(cluster: Cluster, living: list[int]) -> None:
-    part = (tuple(living), unique_name())
-    jobs = [(go_on, part) if r in living else None for r in range(cluster.world_size)]
+def assert_new_group_works(cluster: Cluster, living: list[int]) -> None:
+    args = (tuple(living), unique_name())
+    jobs = [(transfer_on_new_group, args) if r in living else None for r in range(cluster.world_size)]
     assert all(outcome.value for outcome in cluster.start(jobs).outcomes() if outcome.rank in living)
 
 
-def assert_victim_met_its_fate(case: Case, outcome: Outcome) -> None:
-    if not lives(case):
+def assert_victim_outcome(case: Case, outcome: Outcome) -> None:
+    if not victim_survives(case):
         assert isinstance(outcome.error, WorkerDied), outcome
-        assert outcome.error.exitcode == {"exit": 9, "leave": 7}.get(case.fault, -signal.SIGKILL)
+        assert outcome.error.exitcode == {"os_exit": 9, "sys_exit": 7}.get(case.fault, -signal.SIGKILL)
         return
-    sight: Sight = outcome.value
+    result: TransferResult = outcome.value
     if case.survives:
-        assert sight.error is None, sight.error
+        assert result.error is None, result.error
     elif case.fault == "raise":
-        known = sight.cause if isinstance(sight.error, TargetTorn) else sight.error
-        assert isinstance(known, Boom), sight.error
+        known = result.cause if isinstance(result.error, TargetTorn) else result.error
+        assert isinstance(known, CallbackError), result.error
     else:
-        # It wakes up when its own time is over too, or finds that it was given up.
-        assert isinstance(sight.error, (TimeoutError, ConnectionError)), sight.error
-    if sight.fates and sight.error is not None:
-        assert_truthful(sight)
+        # It continues after its own deadline, or after the peer has closed the connection.
+        assert isinstance(result.error, (TimeoutError, ConnectionError)), result.error
+    if result.contents and result.error is not None:
+        assert_error_matches_state(result)
 
 
-def lives(case: Case) -> bool:
-    return case.fault not in ("kill", "exit", "leave", "cut")
+def victim_survives(case: Case) -> bool:
+    return case.fault not in ("kill", "os_exit", "sys_exit", "cut")
 
 
-@parametrised(PAIRS)
-def test_a_fault_of_one_side_is_told_to_the_other(case: Case, trio: Cluster, tmp_path: Path) -> None:
-    scene, outcomes = play(trio, case, tmp_path)
-    (sight,) = scene.sights(outcomes)
-    survivor = scene.survivors[0]
+@parametrized_by(PAIRS)
+def test_a_fault_of_one_side_raises_an_error_on_the_other(case: Case, trio: Cluster, tmp_path: Path) -> None:
+    run, outcomes = run_case(trio, case, tmp_path)
+    (result,) = run.results(outcomes)
+    survivor = run.survivors[0]
     receives = survivor != 0
-    assert_victim_met_its_fate(case, outcomes[scene.victim])
+    assert_victim_outcome(case, outcomes[run.victim])
     if case.survives:
-        assert sight.error is None, sight.error
-        assert not receives or sight.fates == dict.fromkeys(PATHS, "new")
-        assert sight.ended_s - sight.began_s < FAR_S
+        assert result.error is None, result.error
+        assert not receives or result.contents == dict.fromkeys(PATHS, "new")
+        assert result.ended_s - result.started_s < FAR_S
     else:
-        assert_told(scene, sight, sight.error, scene.victim, receives=receives)
+        assert_link_error(run, result, result.error, run.victim, receives=receives)
         if receives:
-            assert_truthful(sight)
-            assert case.fault != "cut" or "mixed" in sight.fates.values(), "no message was cut"
-        assert_over(scene, {survivor: sight})
-    assert_the_living_go_on(trio, [0, 1, 2] if lives(case) else [survivor, 2])
+            assert_error_matches_state(result)
+            assert case.fault != "cut" or "mixed" in result.contents.values(), "no message was cut"
+        assert_group_is_broken(run, {survivor: result})
+    assert_new_group_works(trio, [0, 1, 2] if victim_survives(case) else [survivor, 2])
 
 
-@parametrised(ONE_OF_THREE)
-def test_a_fault_of_one_receiver_leaves_the_others_whole(
+@parametrized_by(ONE_OF_THREE)
+def test_a_fault_of_one_receiver_does_not_affect_the_others(
     case: Case, quartet: Cluster, tmp_path: Path
 ) -> None:
-    scene, outcomes = play(quartet, case, tmp_path)
-    sender, *others = scene.sights(outcomes)
-    assert_victim_met_its_fate(case, outcomes[scene.victim])
+    run, outcomes = run_case(quartet, case, tmp_path)
+    sender, *others = run.results(outcomes)
+    assert_victim_outcome(case, outcomes[run.victim])
     for other in others:
         assert other.error is None
-        assert other.fates == dict.fromkeys(PATHS, "new")
+        assert other.contents == dict.fromkeys(PATHS, "new")
     if case.survives:
         assert sender.error is None
     else:
@@ -237,27 +245,29 @@ def test_a_fault_of_one_receiver_leaves_the_others_whole(
         assert isinstance(error, SendFailed)
         assert type(error) is (SendLate if case.fault == "stop" else SendBroken)
         assert (error.delivered, list(error.failed)) == ((1, 3), [2])
-        assert_told(scene, sender, error.failed[2], 2, receives=False)
-        assert_over(scene, {0: sender})
-    assert_the_living_go_on(quartet, [0, 1, 2, 3] if lives(case) else [0, 1, 3])
+        assert_link_error(run, sender, error.failed[2], 2, receives=False)
+        assert_group_is_broken(run, {0: sender})
+    assert_new_group_works(quartet, [0, 1, 2, 3] if victim_survives(case) else [0, 1, 3])
 
 
-@parametrised(SENDER_OF_THREE)
-def test_a_fault_of_the_sender_is_told_to_every_receiver(
+@parametrized_by(SENDER_OF_THREE)
+def test_a_fault_of_the_sender_raises_an_error_on_every_receiver(
     case: Case, quartet: Cluster, tmp_path: Path
 ) -> None:
-    scene, outcomes = play(quartet, case, tmp_path)
-    sights = dict(zip(scene.survivors, scene.sights(outcomes), strict=True))
+    run, outcomes = run_case(quartet, case, tmp_path)
+    results = dict(zip(run.survivors, run.results(outcomes), strict=True))
     if case.survives:
-        assert all(sight.fates == dict.fromkeys(PATHS, "new") for sight in sights.values())
+        assert all(result.contents == dict.fromkeys(PATHS, "new") for result in results.values())
     else:
-        # The fault is placed by rank 1's messages. The others have their own pace, and may be through.
-        for sight in sights.values():
-            if sight.error is None:
-                assert sight.fates == dict.fromkeys(PATHS, "new")
+        # The fault happens at a message to rank 1. The other receivers may already have the whole state.
+        for result in results.values():
+            if result.error is None:
+                assert result.contents == dict.fromkeys(PATHS, "new")
             else:
-                assert isinstance(sight.error, TimeoutError if case.fault == "stop" else ConnectionError)
-                assert_truthful(sight)
-        assert_told(scene, sights[1], sights[1].error, 0, receives=True)
-        assert_over(scene, {rank: sight for rank, sight in sights.items() if sight.error is not None})
-    assert_the_living_go_on(quartet, [0, 1, 2, 3] if lives(case) else [1, 2, 3])
+                assert isinstance(result.error, TimeoutError if case.fault == "stop" else ConnectionError)
+                assert_error_matches_state(result)
+        assert_link_error(run, results[1], results[1].error, 0, receives=True)
+        assert_group_is_broken(
+            run, {rank: result for rank, result in results.items() if result.error is not None}
+        )
+    assert_new_group_works(quartet, [0, 1, 2, 3] if victim_survives(case) else [1, 2, 3])

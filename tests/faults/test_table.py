@@ -1,4 +1,4 @@
-"""The page of promises is the one that the tests would write."""
+"""docs/faults.md matches the fault tests."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from tests.faults.table import PAGE, render
 
 
 def test_docs_faults_md_is_up_to_date() -> None:
-    assert PAGE.read_text() == render(), "run scripts/fault_table.py"
+    assert PAGE.read_text() == render(), "docs/faults.md is out of date: run scripts/fault_table.py"

@@ -1,7 +1,7 @@
-"""FSDP2 between two sets of ranks: 0 to 3 train, 4 to 7 take over their state, and both go on alike.
+"""FSDP2 on two sets of ranks: ranks 0 to 3 train, and ranks 4 to 7 receive their state.
 
-Each set has a mesh of its own. What is compared is bits: of the parameters as a whole, of every rank's own
-part, and of all of it again after one more step on both sets.
+Each set has its own mesh. The tests compare the bits of the whole parameters and of every rank's shards,
+after the transfer and after one more step on both sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bits = dict[str, bytes]
 
 
 class Block(nn.Module):
-    """Sizes that four ranks can't share evenly, so that some parts are padded and some are empty."""
+    """Layers whose sizes are not multiples of four, so that some shards are padded and some are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def meshes(layout: list[Any], names: tuple[str, ...]) -> list[DeviceMesh]:
-    """One mesh for each set. Every rank takes part in making both."""
+    """Return one mesh for each set. All ranks create both."""
     first = torch.tensor(layout)
     return [DeviceMesh("cpu", first + SET * number, mesh_dim_names=names) for number in (0, 1)]
 
@@ -75,12 +75,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
-    """The parameters whole, this rank's part of them, and its part of the optimizer's state."""
+    """Return the whole parameters, this rank's shards, and its shards of the optimizer's state."""
     found: Bits = {}
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor)
         found[f"whole.{name}"] = bytes_of(value.full_tensor())
-        found[f"part.{name}"] = bytes_of(value.to_local())
+        found[f"shard.{name}"] = bytes_of(value.to_local())
     for number, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
             local = value.to_local() if isinstance(value, DTensor) else value
@@ -88,8 +88,10 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bits:
     return found
 
 
-def heal(rank: int, layout: list[Any], names: tuple[str, ...], in_place: bool) -> tuple[Bits, Bits, Bits]:
-    """Give the bits before the transfer, after it, and after one more step."""
+def transfer_and_step(
+    rank: int, layout: list[Any], names: tuple[str, ...], in_place: bool
+) -> tuple[Bits, Bits, Bits]:
+    """Return the bits before the transfer, after it, and after one more step."""
     own = rank // SET
     mesh = meshes(layout, names)[own]
     data_rank = mesh.get_local_rank(0)
@@ -122,13 +124,14 @@ LAYOUTS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_second_set_of_ranks_takes_over_and_both_stay_bit_identical(
+def test_both_sets_of_ranks_are_bit_identical_after_the_transfer_and_after_a_step(
     name: str, in_place: bool, octet: Cluster
 ) -> None:
     layout, names = LAYOUTS[name]
-    answers = octet.run(heal, layout, names, in_place)
+    answers = octet.run(transfer_and_step, layout, names, in_place)
     for (before, after, later), (other_before, other_after, other_later) in zip(
         answers[:SET], answers[SET:], strict=True
     ):
@@ -140,7 +143,7 @@ def test_a_second_set_of_ranks_takes_over_and_both_stay_bit_identical(
 
 
 def sharded(rank: int, fill: float) -> ShardedTensor:
-    """Of each rank two shards, a tall one and a flat one."""
+    """Return a tensor with two shards per rank, of four rows and of one row."""
     shards = [
         LocalShard(
             torch.arange(rows * 3.0).view(rows, 3) * fill,
@@ -151,9 +154,9 @@ def sharded(rank: int, fill: float) -> ShardedTensor:
     return init_from_local_shards(shards, 5 * dist.get_world_size(), 3)
 
 
-def pass_shards_on(rank: int) -> tuple[bool, bool, list[Any], str, list[Any]]:
-    """Ranks 0 and 1 give theirs to 2 and 3: in place, into shards of the same bounds, and fresh."""
-    # As a replica sees it: all ranks make both, so that each has the metadata of the other half's.
+def transfer_shards(rank: int) -> tuple[bool, bool, list[Any], str, list[Any]]:
+    """Ranks 0 and 1 send their shards to ranks 2 and 3: fresh, then in place."""
+    # All ranks create the tensor together, so that each has the metadata of all shards.
     mine = sharded(rank, fill=1.0)
     if rank < 2:
         sender = PGTransport(dist.group.WORLD, 20, "cpu")
@@ -176,7 +179,7 @@ def pass_shards_on(rank: int) -> tuple[bool, bool, list[Any], str, list[Any]]:
 
 
 def test_a_sharded_tensor_is_received_fresh_and_then_in_place_with_all_its_shards(quad: Cluster) -> None:
-    for rank, (same, same_tensors, values, placement, offsets) in enumerate(quad.run(pass_shards_on)):
+    for rank, (same, same_tensors, values, placement, offsets) in enumerate(quad.run(transfer_shards)):
         assert same
         assert same_tensors
         if rank >= 2:

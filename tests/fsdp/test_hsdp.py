@@ -1,6 +1,6 @@
-"""HSDP on two replicas of two shards: a rank heals from its twin, and from nobody else.
+"""HSDP on two replicas of two shards: a rank can receive from its counterpart only.
 
-Ranks 0 and 1 are one replica, 2 and 3 the other; rank 1 is the twin of 3. What rank 0 has is the other half.
+Ranks 0 and 1 are one replica, 2 and 3 the other. Ranks 1 and 3 have the same shard, rank 0 has the other one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mesh_of_two() -> DeviceMesh:
 
 
 def trained(mesh: DeviceMesh, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in training; `steps` of 0 is what a new worker has: other weights, and no moments."""
+    """Return a trained model. With `steps` 0, it has other weights and no moments, like a new worker."""
     torch.manual_seed(steps)
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     fully_shard(model, mesh=mesh)
@@ -47,12 +47,11 @@ def locals_of(model: nn.Module) -> dict[str, bytes]:
     return {name: bytes_of(value.to_local()) for name, value in model.state_dict().items()}
 
 
-def heal(rank: int) -> dict[str, Any]:
-    """Rank 3 asks rank 0 first, then its twin. All others are healthy; then all take a step together."""
+def receive_from_both_replicas(rank: int) -> dict[str, Any]:
+    """Rank 3 is new: it receives from rank 0, which fails, and then from rank 1. Then all ranks step."""
     mesh = mesh_of_two()
     healthy = trained(mesh, steps=2)
     new = trained(mesh, steps=0)
-    # Only rank 3 is new: it goes on with what it has received.
     model, optimizer = new if rank == 3 else healthy
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     found: dict[str, Any] = {}
@@ -68,28 +67,29 @@ def heal(rank: int) -> dict[str, Any]:
         received: Any = transport.recv_checkpoint(1)
         optimizer.load_state_dict(received["optim"])
         found["step"] = transport.last_report.step  # type: ignore[union-attr]
-        found["healed"] = locals_of(model) == locals_of(healthy[0])
+        found["equal"] = locals_of(model) == locals_of(healthy[0])
     step(model, optimizer, seed=9)
     whole = {name: bytes_of(value.full_tensor()) for name, value in model.state_dict().items()}
     return {**found, "whole": whole, "local": locals_of(model)}
 
 
-def test_a_new_rank_heals_from_its_twin_and_is_refused_the_other_half(quad: Cluster) -> None:
-    answers = quad.run(heal)
-    healed = answers[3]
+def test_a_new_rank_receives_from_its_counterpart_and_rejects_the_other_shard(quad: Cluster) -> None:
+    answers = quad.run(receive_from_both_replicas)
+    new_rank = answers[3]
     assert (
-        "model.0.weight: position of the shard in the mesh: incoming (*, 0), local (*, 1)" in healed["error"]
+        "model.0.weight: position of the shard in the mesh: incoming (*, 0), local (*, 1)"
+        in new_rank["error"]
     )
-    assert healed["untouched"]
-    assert healed["healed"]
-    assert healed["step"] == 2
-    # Bit for bit as the twin that was never lost.
-    assert healed["local"] == answers[1]["local"]
-    assert all(answer["whole"] == healed["whole"] for answer in answers)
+    assert new_rank["untouched"]
+    assert new_rank["equal"]
+    assert new_rank["step"] == 2
+    # Bit for bit equal to its counterpart.
+    assert new_rank["local"] == answers[1]["local"]
+    assert all(answer["whole"] == new_rank["whole"] for answer in answers)
 
 
 def receive_fresh_elsewhere(rank: int) -> list[str]:
-    """Ranks 0 and 1 share a tensor of (64, 64), and rank 2 is not in their mesh."""
+    """Ranks 0 and 1 have the shards of a tensor. Rank 2 is not in their mesh."""
     mesh = DeviceMesh("cpu", torch.tensor([0, 1]))
     line = DeviceMesh("cpu", torch.tensor([0, 1, 2, 3]))
     whole = torch.arange(64.0 * 64).view(64, 64)
@@ -102,22 +102,22 @@ def receive_fresh_elsewhere(rank: int) -> list[str]:
         here.send_checkpoint([2], replicated)
         return []
     if rank == 1:
-        return [refusal(here)]
+        return [mismatches(here)]
     if rank == 2:
         named = PGTransport(dist.group.WORLD, TIMEOUT_S, "cpu", mesh=line)
-        said = [refusal(here), refusal(named)]
+        errors = [mismatches(here), mismatches(named)]
         received: Any = here.recv_checkpoint(0)
-        return [*said, str(torch.equal(received["d"].full_tensor(), whole))]
+        return [*errors, str(torch.equal(received["d"].full_tensor(), whole))]
     return []
 
 
-def refusal(transport: PGTransport) -> str:
+def mismatches(transport: PGTransport) -> str:
     with pytest.raises(StateMismatch) as raised:
         transport.recv_checkpoint(0)
     return "; ".join(str(mismatch) for mismatch in raised.value.mismatches)
 
 
-def test_a_fresh_shard_does_not_pretend_to_be_another_or_all(quad: Cluster) -> None:
+def test_a_fresh_shard_for_another_position_in_the_mesh_is_a_mismatch(quad: Cluster) -> None:
     _, (within,), (outside, another_shape, replicated), _ = quad.run(receive_fresh_elsewhere)
     assert within == "d: position of the shard in the mesh: incoming (0), local (1)"
     assert outside == "d: position of the shard in the mesh: incoming (0), local outside the mesh"

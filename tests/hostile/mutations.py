@@ -1,9 +1,8 @@
-"""Frames that are almost right: valid ones, changed in ways that reach the decoder and what comes after it.
+"""Mutated frames: valid frames with changes that pass the first checks of the decoder.
 
-A flipped bit alone would never get past the digest in the preamble. So every mutation works on the body, and
-the digest is made to fit again. Nor would a number in the place of a name get past the types, or a tensor too
-many past the storages. So most changes keep the type of what they change, and most frames are mended
-afterwards (`mending`): what is still wrong with them is then what the deeper checks are for.
+The digest in the preamble would reject any flipped bit, so every mutation changes the body and computes the
+digest again. Most mutations keep the type of the value that they change, and most frames are repaired
+afterwards (`repair`), so that they reach the later checks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.hostile.attacks import kinds, values
 from tests.hostile.attacks.base import framed
-from tests.hostile.mending import ROLES, mend
+from tests.hostile.repair import LISTS, repair
 from torchferry.core.codec import Frame, encode
 from torchferry.tensors.describe import describe
 from torchferry.torch_internals import MeshLayout, make_mesh
@@ -29,7 +28,7 @@ _PREAMBLE_BYTES = 13
 
 
 def corpus() -> list[bytes]:
-    """Bodies of valid frames that between them have every kind of leaf, container and value."""
+    """Return the bodies of valid frames that together have every kind of leaf, container and value."""
     base = torch.arange(64.0)
     mesh = make_mesh(MeshLayout((0,), ((1,),), ((1,),), False, "cpu", None), 0)
     states: list[object] = [
@@ -71,7 +70,7 @@ def corpus() -> list[bytes]:
         for step, state in enumerate(states)
     ]
     bodies += [
-        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.SOUND.items()
+        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.VALID.items()
     ]
     return bodies
 
@@ -86,7 +85,7 @@ _CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36,
 
 @cache
 def _decoded(body: bytes) -> Any:
-    """Decode a body once for all seeds. Nobody writes to it: what is changed is made anew."""
+    """Decode a body once for all seeds. Mutations copy what they change."""
     return msgspec.msgpack.decode(body)
 
 
@@ -95,7 +94,7 @@ def _is_special(node: Any) -> bool:
 
 
 class Mutator:
-    """Makes frames out of a corpus, by a seed."""
+    """Creates frames from a corpus, by a seed."""
 
     def __init__(self, bodies: list[bytes], seed: int) -> None:
         self._bodies = bodies
@@ -104,17 +103,17 @@ class Mutator:
         self._damage = [self._flip, self._overwrite, self._splice, self._cut, self._double]
 
     def next(self) -> bytes:
-        """Give a frame whose digest is right."""
+        """Return a frame with a valid digest."""
         rng = self._rng
         number = rng.randrange(len(self._bodies))
         if rng.random() < 0.1:
-            # Bytes changed at random rarely get past MessagePack.
+            # MessagePack rejects most random changes of bytes.
             return framed(rng.choice(self._damage)(self._bodies[number]))
         tree = self._generated() if rng.random() < 0.15 else self._trees[number]
         for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
             tree = self._grafted(tree) if rng.random() < 0.3 else self._edited(tree)
         if rng.random() < 0.8:
-            tree = mend(tree)
+            tree = repair(tree)
         return framed(msgspec.msgpack.encode(tree))
 
     def _flip(self, body: bytes) -> bytes:
@@ -143,29 +142,29 @@ class Mutator:
         return body[:start] + piece * self._rng.choice((2, 2, 50)) + body[start:]
 
     def _grafted(self, tree: Any) -> Any:
-        """Put a branch, leaf, tensor or storage of another frame in, or one of this frame once more."""
+        """Insert a branch, leaf, tensor or storage of another frame, or of this frame again."""
         rng = self._rng
         other = rng.choice([tree, *self._trees])
-        role = rng.choice(ROLES)
+        part = rng.choice(LISTS)
         try:
-            manifest, pieces = list(tree[0]), list(tree[0][role])
-            piece = rng.choice(other[0][role])
+            manifest, pieces = list(tree[0]), list(tree[0][part])
+            piece = rng.choice(other[0][part])
             at = rng.randrange(len(pieces) + 1)
             pieces[at : at + rng.randrange(2)] = [piece] * rng.choice((1, 1, 1, 2, 20))
-            manifest[role] = pieces
+            manifest[part] = pieces
             return [manifest, *tree[1:]]
         except (LookupError, TypeError):
             return tree
 
     def _edited(self, node: Any) -> Any:
-        """Change one value somewhere in a decoded tree, rather further down than here."""
+        """Change one value in a decoded tree, preferably a nested one."""
         rng = self._rng
         if _is_special(node) and rng.random() < 0.95:
             return self._edited_special(node)
         if isinstance(node, list) and node and rng.random() < 0.95:
             inner = [n for n, item in enumerate(node) if isinstance(item, (list, dict)) and item]
             at = rng.choice(inner) if inner and rng.random() < 0.8 else rng.randrange(len(node))
-            # A list that begins with a name is a record; others may be of any length.
+            # A list that begins with a name is a record; other lists may have any length.
             if not inner and not isinstance(node[0], str) and rng.random() < 0.2:
                 return rng.choice((node[:at], node[:at] + node, node[::-1], [*node, node[at]]))
             return [*node[:at], self._edited(node[at]), *node[at + 1 :]]
@@ -186,7 +185,7 @@ class Mutator:
             return [code, self._flip(data)]
 
     def _like(self, node: Any) -> Any:
-        """Give another value of the same type: one beside it, or one at some boundary."""
+        """Return another value of the same type: a neighbour, or a boundary value."""
         rng = self._rng
         if isinstance(node, bool):
             return not node
@@ -207,7 +206,7 @@ class Mutator:
         return rng.choice((node, self._value(2)))
 
     def _generated(self) -> Any:
-        """Make an envelope of the right form out of anything."""
+        """Create a frame with the right structure and random values."""
         rng = self._rng
         count = rng.randrange(1, 5)
         tensors = [self._tensor() for _ in range(rng.randrange(1, 4))]

@@ -1,4 +1,4 @@
-"""The decoder and all that comes before the payload, by the thousand frames that are almost right.
+"""Thousands of mutated frames, through the decoder and all checks before the payload.
 
 `make fuzz` runs 100,000. A failure prints its seed: FUZZ_SEED=… FUZZ_MUTATIONS=1 replays it alone.
 """
@@ -17,7 +17,8 @@ import torch
 from tests.hostile.attacks import values
 from tests.hostile.attacks.base import framed
 from tests.hostile.mutations import Mutator, corpus
-from tests.hostile.test_attacks import decode_any, plan, take_apart
+from tests.hostile.test_attacks import decode_any, plan, process_metadata
+from tests.support.sizes import count
 from torchferry.core.compare import compare, tensor_pairs
 from torchferry.core.extents import Extent
 from torchferry.core.placement import place_in_local_state
@@ -29,11 +30,11 @@ from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import run_of
 
-MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "5000"))
+MUTATIONS = count("FUZZ_MUTATIONS", full=5000, quick=1000)
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MOST_SECONDS = 5.0
 MOST_BYTES = 300 << 20
-"""All mutations together may leave the process no larger than this."""
+"""The growth of the process over all mutations."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +43,10 @@ def _types_of_the_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
-    """Take a frame as far as a receiver would without a payload, and say how far it came and why no further.
+    """Process a frame as a receiver does before the payload, and return the last stage and the error.
 
     Raises:
-        Exception: anything that is not an error of ours.
+        Exception: any error other than a FerryError.
     """
     stage = "decode"
     try:
@@ -65,7 +66,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         local = describe_target(target)
         misfits(manifest, range(len(manifest.leaves)), RebuildContext())
         comparison = compare(manifest, local.manifest, properties_of, strict=False, extra="fresh")
-        # Most frames have nothing in common with the target, and that is no fault of theirs.
+        # Most frames have no path in common with the target. That is not an error here.
         if comparison.mismatches and comparison.pairs:
             raise StateMismatch(comparison.mismatches)
         if not comparison.identical:
@@ -78,15 +79,15 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
 
 
 def _reason(error: FerryError) -> str:
-    """Give what all errors of one sort have in common."""
-    said = error.what.removeprefix(f"{error.path}: ")
-    said = re.split(r": | - |\[|\(", said)[0]
-    said = re.sub(r"the type .*? is not", "the type … is not", said, flags=re.DOTALL)
-    said = re.sub(r"here and .*", "here and …", said, flags=re.DOTALL)
-    return re.sub(r"(?<!\w)'[^']*'?…?|\"[^\"]*\"?…?|-?\d+", "…", said)[:70]
+    """Return the message of an error without its values."""
+    reason = error.what.removeprefix(f"{error.path}: ")
+    reason = re.split(r": | - |\[|\(", reason)[0]
+    reason = re.sub(r"the type .*? is not", "the type … is not", reason, flags=re.DOTALL)
+    reason = re.sub(r"here and .*", "here and …", reason, flags=re.DOTALL)
+    return re.sub(r"(?<!\w)'[^']*'?…?|\"[^\"]*\"?…?|-?\d+", "…", reason)[:70]
 
 
-def test_no_frame_ends_in_anything_but_a_state_or_an_error_of_ours() -> None:
+def test_every_mutated_frame_is_accepted_or_raises_a_ferry_error() -> None:
     bodies = corpus()
     target = {"w": torch.zeros(8, 8), "t": torch.zeros(8, 8), "row": torch.zeros(8), "n": 0}
     outcomes: Counter[tuple[str, str]] = Counter()
@@ -105,21 +106,21 @@ def test_no_frame_ends_in_anything_but_a_state_or_an_error_of_ours() -> None:
     assert _resident_bytes() - before < MOST_BYTES
     print(f"\n{MUTATIONS} mutations from seed {FIRST_SEED}:")
     stages: Counter[str] = Counter()
-    for (stage, outcome), count in outcomes.most_common():
-        stages[stage] += count
-        print(f"  {count:7}  {stage}: {outcome}")
+    for (stage, outcome), times in outcomes.most_common():
+        stages[stage] += times
+        print(f"  {times:7}  {stage}: {outcome}")
     print(f"  ended in {dict(stages.most_common())}")
     if MUTATIONS >= 5000:
-        # Most really get past the decoder, many past all that is checked there, and they end in many ways.
+        # Most frames pass the decoder, many pass all checks, and there are many different errors.
         assert stages["decode"] < MUTATIONS // 2
         assert stages["accepted"] > MUTATIONS // 20
         assert all(stages[stage] > MUTATIONS // 200 for stage in ("prepare", "assemble", "compare"))
         assert len(outcomes) > 50
 
 
-def test_what_is_not_mutated_is_accepted() -> None:
+def test_frames_without_mutations_are_accepted() -> None:
     for body in corpus():
-        take_apart(framed(body))
+        process_metadata(framed(body))
 
 
 def _resident_bytes() -> int:

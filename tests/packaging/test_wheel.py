@@ -1,4 +1,4 @@
-"""The wheel builds, holds what it should, and runs the README's example in an empty environment."""
+"""The wheel builds, has the right files, and runs the README's example in an empty environment."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ EXAMPLE_TIMEOUT_S = 120
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
-    """What the command printed.
-
-    Runs it away from the checkout, with nothing in the environment that could lead back there.
-    """
+    """Run a command outside the checkout, without PYTHON* variables, and return its output."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         command,
@@ -41,7 +38,7 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
 
 
 def readme_example() -> str:
-    """The first block of Python in the README, which is a whole script."""
+    """Return the first block of Python in the README, which is a complete script."""
     block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert block, "README.md has no ```python block"
     return block[1]
@@ -49,7 +46,7 @@ def readme_example() -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: building leaves files beside the sources."""
+    """The wheel, built from a copy, because a build adds files to the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in BUILD_INPUTS:
         source = ROOT / name
@@ -67,9 +64,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment that has the wheel, what it requires, and nothing else.
+    """The Python of a new environment with only the wheel and its requirements.
 
-    torch and the others are not installed a second time, but linked to where they are already.
+    The requirements are links to the installed packages.
     """
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
@@ -80,26 +77,26 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=folder,
     )
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
-    for entry in sorted(entries_of(with_all_they_require(RUNTIME))):
+    for entry in sorted(entries_of(with_requirements(RUNTIME))):
         (Path(packages.strip()) / entry.name).symlink_to(entry)
     return python
 
 
-def with_all_they_require(names: set[str]) -> dict[str, Distribution]:
-    """The named distributions and, to any depth, those that they require here."""
+def with_requirements(names: set[str]) -> dict[str, Distribution]:
+    """Return the named distributions and, recursively, their requirements."""
     found: dict[str, Distribution] = {}
-    waiting = [*names]
-    while waiting:
-        name = canonicalize_name(waiting.pop())
+    pending = [*names]
+    while pending:
+        name = canonicalize_name(pending.pop())
         if name not in found:
             found[name] = distribution(name)
             wanted = map(Requirement, found[name].requires or [])
-            waiting += [r.name for r in wanted if not r.marker or r.marker.evaluate({"extra": ""})]
+            pending += [r.name for r in wanted if not r.marker or r.marker.evaluate({"extra": ""})]
     return found
 
 
 def entries_of(distributions: dict[str, Distribution]) -> set[Path]:
-    """The folders and files that they put directly into site-packages."""
+    """Return the top-level files and folders of distributions in site-packages."""
     return {
         Path(str(dist.locate_file(file.parts[0])))
         for dist in distributions.values()
@@ -108,7 +105,7 @@ def entries_of(distributions: dict[str, Distribution]) -> set[Path]:
     }
 
 
-def test_the_wheel_holds_the_package_and_its_type_marker_and_no_tests(wheel: Path) -> None:
+def test_the_wheel_has_the_package_and_its_type_marker_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
     assert sources <= set(names)
@@ -118,11 +115,11 @@ def test_the_wheel_holds_the_package_and_its_type_marker_and_no_tests(wheel: Pat
 
 
 @pytest.mark.parametrize("program", ["demo", "bench"])
-def test_the_wheel_holds_no_program_beside_the_command(wheel: Path, program: str) -> None:
+def test_the_wheel_has_no_demo_and_no_benchmark(wheel: Path, program: str) -> None:
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if f"/{program}/" in name]
 
 
-def test_the_wheel_carries_its_licence_and_says_what_it_needs(wheel: Path) -> None:
+def test_the_wheel_has_its_licence_and_its_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
         assert archive.read(licence).decode() == (ROOT / "LICENSE").read_text()
@@ -137,13 +134,15 @@ def test_the_wheel_carries_its_licence_and_says_what_it_needs(wheel: Path) -> No
     assert always == RUNTIME
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_from_the_wheel_and_not_from_the_checkout(installed: Path) -> None:
     script = "import torchferry; print(torchferry.__file__)"
     imported_from = Path(run(installed, "-c", script, cwd=installed.parent).strip())
     assert imported_from.is_relative_to(installed.parents[1])
 
 
-def test_the_wheel_has_the_version_that_the_package_names(installed: Path) -> None:
+@pytest.mark.slow
+def test_the_version_of_the_wheel_is_that_of_the_package(installed: Path) -> None:
     script = (
         "import importlib.metadata, torchferry;"
         "print(importlib.metadata.version('torchferry'), torchferry.__version__)"
@@ -152,13 +151,15 @@ def test_the_wheel_has_the_version_that_the_package_names(installed: Path) -> No
     assert of_the_wheel == of_the_package
 
 
-def test_the_command_runs_as_it_is_installed(wheel: Path, installed: Path) -> None:
+@pytest.mark.slow
+def test_the_installed_command_runs(wheel: Path, installed: Path) -> None:
     version = wheel.name.split("-")[1]
     command = installed.with_name("torchferry")
     assert run(command, "--version", cwd=installed.parent) == f"torchferry {version}\n"
     assert "Usage: torchferry" in run(command, cwd=installed.parent)
 
 
+@pytest.mark.slow
 def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(readme_example())

@@ -1,6 +1,6 @@
-"""What a state's leaves are in memory, byte by byte, computed the slow and obvious way.
+"""The bytes of a state's leaves in memory, computed in the slow and obvious way.
 
-It shares nothing with the package: addresses are those of the process, and a byte is one of them.
+It uses no code of the package. An address is an address of the process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def leaves_of(state: Any) -> list[tuple[Path, Any]]:
 
 
 def values_of(state: Any) -> list[tuple[Path, Any]]:
-    """List all that is neither with its path."""
+    """List all other leaves with their paths."""
     return [
         (path, leaf) for path, leaf in _walk(state, ()) if not isinstance(leaf, torch.Tensor | np.ndarray)
     ]
 
 
 def parts_of(leaf: Any) -> list[Any]:
-    """Give the strided tensors, or the array, that hold a leaf's bytes."""
+    """Return the strided tensors, or the array, that have a leaf's bytes."""
     if isinstance(leaf, np.ndarray) or leaf.layout is torch.strided:
         return [leaf]
     data = leaf.detach()
@@ -64,11 +64,11 @@ def parts_of(leaf: Any) -> list[Any]:
 
 
 def addresses_of(part: Any) -> Addresses:
-    """Give the address of every byte of every item, in order; the last dimension is the item's bytes."""
+    """Return the address of every byte of every item, in order; the last dimension has an item's bytes."""
     if isinstance(part, np.ndarray):
         start, size, strides = part.__array_interface__["data"][0], part.itemsize, part.strides
     else:
-        # A conjugate lies where the tensor lies that it is the conjugate of.
+        # A conjugate view has the memory of its tensor.
         size = part.itemsize
         start = part.untyped_storage().data_ptr() + int(part.storage_offset()) * size
         strides = tuple(step * size for step in part.stride())
@@ -80,7 +80,7 @@ def addresses_of(part: Any) -> Addresses:
 
 
 def used_bytes(state: Any) -> set[int]:
-    """Give the addresses of all bytes that some leaf of the state uses."""
+    """Return the addresses of all bytes that a leaf of the state uses."""
     return {
         int(address)
         for _, leaf in leaves_of(state)
@@ -90,9 +90,9 @@ def used_bytes(state: Any) -> set[int]:
 
 
 def sharing(state: Any) -> list[list[int]]:
-    """Say which bytes of which leaves are the same byte, and which leaves are the same object.
+    """Number the distinct bytes and the distinct leaf objects of a state.
 
-    Two states in which this is equal share memory in the same way.
+    Two states with an equal result share memory in the same way.
     """
     bytes_seen: dict[int, int] = {}
     objects_seen: dict[int, int] = {}
@@ -106,12 +106,12 @@ def sharing(state: Any) -> list[list[int]]:
 
 
 def sign_flips(part: Any) -> Bytes:
-    """Give the bits of an item that a conj or neg bit turns round, as a mask over its bytes."""
+    """Return the bits of an item that a conj or neg bit inverts, as a mask over its bytes."""
     size = part.itemsize
     mask = np.zeros(size, np.uint8)
     if isinstance(part, np.ndarray):
         return mask
-    # Little-endian, so that the sign is in the last byte of a number.
+    # Numbers are little-endian: the sign is in the last byte.
     if part.is_complex():
         mask[size // 2 - 1] ^= _SIGN_BYTE * part.is_neg()
         mask[size - 1] ^= _SIGN_BYTE * (part.is_neg() ^ part.is_conj())
@@ -121,7 +121,7 @@ def sign_flips(part: Any) -> Bytes:
 
 
 def logical_bytes(leaf: Any) -> list[bytes]:
-    """Give the bytes of a leaf's values, as if no conj or neg bit were set, part by part."""
+    """Return the bytes of a leaf's values with conj and neg bits resolved, part by part."""
     return [(_stored_bytes(part) ^ sign_flips(part)).tobytes() for part in parts_of(leaf)]
 
 
@@ -129,32 +129,32 @@ def _stored_bytes(part: Any) -> Bytes:
     addresses = addresses_of(part)
     if not addresses.size:
         return np.zeros(addresses.shape, np.uint8)
-    # Straight from memory: numpy's own ways to bytes leave out what lies between the fields of an item.
+    # Read from memory: numpy's conversions to bytes skip the padding between fields.
     low, high = int(addresses.min()), int(addresses.max()) + 1
     span = np.frombuffer(ctypes.string_at(low, high - low), np.uint8)
     return np.asarray(span[addresses - low], np.uint8)
 
 
 def contents(pools: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Give the value of every byte of some memory by its address."""
+    """Return the value of every byte of the pools by its address."""
     return {pool.data_ptr() + at: value for pool in pools for at, value in enumerate(pool.tolist())}
 
 
 def unused_contents(state: Any, pools: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Give the value of every byte of some memory that no leaf of the state uses."""
+    """Return the value of every byte of the pools that no leaf of the state uses."""
     used = used_bytes(state)
     return {address: value for address, value in contents(pools).items() if address not in used}
 
 
 def writes_clash(source: Any, target: Any) -> bool:
-    """Say whether some byte of the target would be written to from two different bytes of the source."""
+    """Return whether two different bytes of the source are written to one byte of the target."""
     written: dict[int, tuple[int, int]] = {}
     for (_, leaf), (_, local) in zip(leaves_of(source), leaves_of(target), strict=True):
-        for theirs, ours in zip(parts_of(leaf), parts_of(local), strict=True):
-            origin = addresses_of(theirs)
-            flips = np.broadcast_to(sign_flips(theirs) ^ sign_flips(ours), origin.shape)
+        for source_part, target_part in zip(parts_of(leaf), parts_of(local), strict=True):
+            origin = addresses_of(source_part)
+            flips = np.broadcast_to(sign_flips(source_part) ^ sign_flips(target_part), origin.shape)
             comes_from = zip(origin.ravel().tolist(), flips.ravel().tolist(), strict=True)
-            for address, write in zip(addresses_of(ours).ravel().tolist(), comes_from, strict=True):
+            for address, write in zip(addresses_of(target_part).ravel().tolist(), comes_from, strict=True):
                 if written.setdefault(address, write) != write:
                     return True
     return False

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for recipes of states (tests/support/states.py): all kinds, small and entangled.
+"""Hypothesis strategies for recipes of states (tests/support/states.py): small states of all kinds.
 
-Sizes are small on purpose. What goes wrong with layouts goes wrong with three items as well as with three
-million, and a few hundred bytes shared by several leaves overlap in more ways than any real state.
+Sizes are small on purpose. Errors of layouts appear with three items as with three million, and leaves that
+share a few hundred bytes overlap in more ways than those of a real state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _numpy_values() -> st.SearchStrategy[Value]:
         size = NUMPY_DTYPES[name].itemsize
         return st.binary(min_size=size, max_size=size).map(lambda data: Value("numpy", (name, data.hex())))
 
-    # A long double has bytes that no copy of one needs to keep.
+    # A copy of a long double need not keep its padding.
     names = [name for name, dtype in NUMPY_DTYPES.items() if dtype.itemsize and name != "g"]
     return st.sampled_from(names).flatmap(content)
 
@@ -106,7 +106,7 @@ VALUES = st.one_of(
 
 
 def fit(shape: Sequence[int], stride: Sequence[int], capacity: int) -> Shape:
-    """Make a shape smaller until it fits into so many items."""
+    """Shrink a shape until its tensor spans at most `capacity` items."""
     sizes = list(shape)
     if 0 in sizes:
         return tuple(sizes)
@@ -119,7 +119,7 @@ def fit(shape: Sequence[int], stride: Sequence[int], capacity: int) -> Shape:
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Count the items from the first to the last, gaps and all."""
+    """Count the items from the first to the last, with gaps."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -147,7 +147,7 @@ def _tight_stride(draw: Draw, shape: Sequence[int]) -> Shape:
 
 
 def row_major(shape: Sequence[int]) -> Shape:
-    """Give the strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -221,12 +221,12 @@ def draw_array(draw: Draw, pools: Sequence[Pool]) -> Array:
     name = draw(st.sampled_from(sorted(NUMPY_DTYPES)))
     size = NUMPY_DTYPES[name].itemsize
     nbytes = pools[pool].nbytes
-    # Strides in a unit that need not be the item's size; items may overlap, and lie anywhere.
+    # The unit of the strides need not be the item size: items may overlap and be unaligned.
     unit = max(draw(st.sampled_from((size, size, 1))), 1)
     shape, stride, offset = _layout(draw, max(nbytes - size, 0) // unit if nbytes >= size else 0)
     if nbytes < size or (not shape and not nbytes):
         shape, stride = (0,), (1,)
-    # numpy itself gives items without bytes no strides.
+    # numpy gives arrays of items without bytes zero strides.
     strides = [step * unit if size else 0 for step in stride]
     first = min(offset * unit, nbytes)
     for axis, count in enumerate(shape):
@@ -315,7 +315,7 @@ def _containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Node]:
 
 @st.composite
 def recipes(draw: Draw, most_leaves: int = 7) -> Recipe:
-    """Draw a recipe of a state: every leaf stands somewhere, and perhaps in several places."""
+    """Draw a recipe of a state: every leaf is used in at least one place of the tree."""
     pools = draw(_pools())
     leaves = draw_leaves(draw, pools, most_leaves)
     twigs: list[st.SearchStrategy[Tree]] = [
@@ -337,7 +337,7 @@ def recipes(draw: Draw, most_leaves: int = 7) -> Recipe:
 def flat_recipes(
     draw: Draw, kinds: Sequence[MakeLeaf] = _ALL_KINDS, most_pools: int = 3, most_values: int = 1
 ) -> Recipe:
-    """Draw a recipe of a dict of leaves, by names that say which is which."""
+    """Draw a recipe of a dict of leaves, whose keys have the numbers of the leaves."""
     pools = draw(_pools(most_pools))
     leaves = draw_leaves(draw, pools, 5, kinds)
     children = (*map(Use, range(len(leaves))), *draw(st.lists(VALUES, max_size=most_values)))

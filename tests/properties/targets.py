@@ -1,7 +1,7 @@
-"""Strategies for local states that a given state may be received into, and for some that it may not.
+"""Strategies for local states that match a given state, and for some that do not.
 
-A target has the tree, dtypes and shapes of the state, and for the rest is as unlike it as is allowed: other
-strides and offsets, in the midst of other bytes, tied or untied, conj and neg bits set or not.
+A target has the tree, dtypes and shapes of the state. Everything else may differ: strides, offsets, the bytes
+around it, ties, conj and neg bits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.support.states import (
 )
 
 _REAL_NEG = ("float16", "float32", "float64", "bfloat16")
-# What differs from seed to seed in more than its numbers.
+# Prefabs whose structure depends on the seed.
 _SHAPED_BY_SEED = ("scheduler",)
 
 
 @dataclass
-class _Site:
-    """A target in the making: leaves of their own go one behind the other into the first pool."""
+class _TargetBuilder:
+    """A target under construction: leaves with their own memory are placed in the first pool."""
 
     leaves: list[Leaf] = field(default_factory=list)
     mirrors: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -47,13 +47,13 @@ class _Site:
         return len(self.leaves) - 1
 
     def reserve(self, draw: Draw, nbytes: int, unit: int) -> int:
-        """Set aside bytes of the first pool, with some that are nobody's around them."""
+        """Reserve bytes of the first pool, with unused bytes around them."""
         start: int = -(-(self.end + draw(st.integers(0, 9))) // unit) * unit
         self.end = start + nbytes + draw(st.integers(0, 3))
         return start
 
     def mirror(self, draw: Draw, pool: int, nbytes: int) -> tuple[int, int]:
-        """Give a pool in which everything lies as in the state's, and how many bytes further on."""
+        """Return a pool with the layout of the state's pool, and the shift of all offsets in it."""
         if pool not in self.mirrors:
             shift = draw(st.sampled_from((0, 16, 48)))
             self.mirrors[pool] = (len(self.pools), shift)
@@ -69,8 +69,8 @@ class _Site:
 
 @st.composite
 def targets(draw: Draw, recipe: Recipe) -> Recipe:
-    """Draw a target that takes the state: where leaves share memory in it, they do so in the state."""
-    site = _Site()
+    """Draw a target that matches the state: leaves that share memory in it share memory in the state."""
+    site = _TargetBuilder()
     own = [draw(st.booleans()) for _ in recipe.leaves]
     chosen = [
         _relaid(draw, site, leaf, recipe.pools, alone) for leaf, alone in zip(recipe.leaves, own, strict=True)
@@ -99,7 +99,7 @@ def targets(draw: Draw, recipe: Recipe) -> Recipe:
     return site.recipe(draw, copy(recipe.tree))
 
 
-def _relaid(draw: Draw, site: _Site, leaf: Leaf, pools: Sequence[Pool], alone: bool) -> Leaf:
+def _relaid(draw: Draw, site: _TargetBuilder, leaf: Leaf, pools: Sequence[Pool], alone: bool) -> Leaf:
     if isinstance(leaf, Sparse):
         values = _relaid(draw, site, leaf.values, pools, alone)
         assert isinstance(values, View)
@@ -123,8 +123,8 @@ def _another_grad(draw: Draw, view: View) -> int:
     return int(draw(st.integers(0, 3))) if differentiable else 0
 
 
-def _own_view(draw: Draw, site: _Site, view: View) -> View:
-    """Lay a tensor out anew, in memory of its own; expanded dimensions may stay so."""
+def _own_view(draw: Draw, site: _TargetBuilder, view: View) -> View:
+    """Draw another layout for a tensor, in its own memory; expanded dimensions may stay expanded."""
     dtype = DTYPES[view.dtype]
     kept = [d for d, step in enumerate(view.stride) if step or draw(st.booleans())]
     inner = dense_stride(draw, [view.shape[d] for d in kept], st.integers(0, 2))
@@ -144,7 +144,7 @@ def _own_view(draw: Draw, site: _Site, view: View) -> View:
     )
 
 
-def _own_array(draw: Draw, site: _Site, array: Array) -> Array:
+def _own_array(draw: Draw, site: _TargetBuilder, array: Array) -> Array:
     size = NUMPY_DTYPES[array.dtype].itemsize
     step = size
     strides = [0] * len(array.shape)
@@ -157,7 +157,7 @@ def _own_array(draw: Draw, site: _Site, array: Array) -> Array:
     )
     first = site.reserve(draw, nbytes, 1)
     for axis, old in enumerate(array.strides):
-        # An array that runs backwards is only received into one that does too.
+        # An array with a negative stride is only received into one with a negative stride.
         if old < 0:
             first += max(array.shape[axis] - 1, 0) * strides[axis]
             strides[axis] = -strides[axis]
@@ -166,7 +166,7 @@ def _own_array(draw: Draw, site: _Site, array: Array) -> Array:
 
 @st.composite
 def overlays(draw: Draw, recipe: Recipe) -> Recipe:
-    """Draw a target for a state of views in which anything may lie on anything."""
+    """Draw a target for a state of views in which all views may overlap."""
     nbytes = max(draw(st.sampled_from((64, 128, 32))), *(pool.nbytes for pool in recipe.pools))
     leaves = tuple(_overlaid(draw, leaf, nbytes) for leaf in recipe.leaves if isinstance(leaf, View))
     return Recipe(recipe.tree, leaves, (Pool(nbytes, 5),))
@@ -185,7 +185,7 @@ def _overlaid(draw: Draw, view: View, nbytes: int) -> View:
 
 @st.composite
 def views_of_two_layouts(draw: Draw) -> tuple[Recipe, Recipe]:
-    """Draw some views of a tensor, and the same views of one that lies otherwise in memory."""
+    """Draw some views of a tensor, and the same views of a tensor of another layout."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dtype = draw(st.sampled_from(("float32", "uint8", "complex64", "complex128", "int16", "float64")))
     sides = [
@@ -202,18 +202,18 @@ def views_of_two_layouts(draw: Draw) -> tuple[Recipe, Recipe]:
     cuts = [_cut(draw, shape) for _ in range(draw(st.integers(1, 4)))]
     names = tuple(Value("plain", f"view {number}") for number in range(len(cuts)))
     tree = Node("dict", tuple(map(Use, range(len(cuts)))), names)
-    theirs, ours = (
+    source, target = (
         Recipe(tree, tuple(_sliced(side, cut) for cut in cuts), (_pool_for(side, seed),))
         for seed, side in enumerate(sides)
     )
-    return theirs, ours
+    return source, target
 
 
 Cut = tuple[tuple[int, ...], tuple[range, ...]]
 
 
 def _cut(draw: Draw, shape: Shape) -> Cut:
-    """Draw an order of the dimensions, and of each the items that are kept."""
+    """Draw an order of the dimensions, and a slice of each."""
     kept = []
     for size in shape:
         start = draw(st.integers(0, size - 1))
@@ -235,7 +235,7 @@ def _pool_for(view: View, seed: int) -> Pool:
 
 @st.composite
 def unfit_targets(draw: Draw, recipe: Recipe) -> tuple[Recipe, frozenset[str]]:
-    """Draw a target for a flat state that is wrong in some places, and say in which."""
+    """Draw a target for a flat state that has mismatches, and their paths."""
     target = draw(targets(recipe))
     assert isinstance(recipe.tree, Node)
     assert isinstance(target.tree, Node)
@@ -267,7 +267,7 @@ def unfit_targets(draw: Draw, recipe: Recipe) -> tuple[Recipe, frozenset[str]]:
 
 
 def _unlike(draw: Draw, leaf: Leaf | None, pool: int) -> Leaf:
-    """Draw a leaf that can't take what the given one holds."""
+    """Draw a leaf that does not match the given one."""
     if isinstance(leaf, View):
         if draw(st.booleans()):
             dtype = draw(st.sampled_from(sorted(DTYPES.keys() - {leaf.dtype})))

@@ -1,4 +1,4 @@
-"""Extents, chunks, boxes and frames of random tensors, compared with the same computed byte by byte."""
+"""Extents, chunks, boxes and frames of random tensors, compared with a computation byte by byte."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any
 
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.hostile.attacks.base import framed
 from tests.properties.strategies import Draw, fit, recipes, span, stride_for
+from tests.support.sizes import examples
 from tests.support.states import Recipe, build
 from torchferry.core.codec import MAGIC, Frame, decode, encode
 from torchferry.core.extents import Extent, extents_of, footprint, overlaps_itself, split
@@ -69,7 +70,7 @@ def bytes_of(extent: Extent) -> list[int]:
     ]
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(families())
 def test_every_used_byte_is_in_exactly_one_extent_and_no_other_byte_in_any(tensors: list[TensorSpec]) -> None:
     used = {(spec.storage, byte) for spec in tensors for item in items_of(spec) for byte in item}
@@ -82,7 +83,7 @@ def test_every_used_byte_is_in_exactly_one_extent_and_no_other_byte_in_any(tenso
     assert extents == sorted(extents, key=lambda extent: (extent.storage, extent.offset))
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(families(), st.integers(16, 200))
 def test_chunks_cover_an_extent_in_order_and_divide_no_item(
     tensors: list[TensorSpec], max_bytes: int
@@ -96,10 +97,10 @@ def test_chunks_cover_an_extent_in_order_and_divide_no_item(
         for spec in tensors:
             if spec.storage == extent.storage:
                 for item in items_of(spec):
-                    assert len({of_byte.get(byte) for byte in item}) == 1, f"{item} of {spec} is cut"
+                    assert len({of_byte.get(byte) for byte in item}) == 1, f"item {item} of {spec} is divided"
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(families(), st.integers(16, 200), st.integers(0, 16))
 def test_a_plan_carries_each_used_byte_once(
     tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int
@@ -123,9 +124,9 @@ def test_a_plan_carries_each_used_byte_once(
     assert [positions[n] for n in range(len(plan.extents))] == [e.nbytes for e in plan.extents]
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(specs())
-def test_footprint_overlap_and_memory_order_of_one_tensor_are_right(spec: TensorSpec) -> None:
+def test_footprint_overlap_and_memory_order_of_one_tensor_are_correct(spec: TensorSpec) -> None:
     items = items_of(spec)
     assert {byte for extent in footprint(spec) for byte in bytes_of(extent)} == {b for i in items for b in i}
     assert overlaps_itself(spec) == (len(set(items)) < len(items))
@@ -139,7 +140,7 @@ def test_footprint_overlap_and_memory_order_of_one_tensor_are_right(spec: Tensor
         assert {spec.offset + at * spec.itemsize for at in walked} == {item.start for item in items}
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.data(), st.lists(st.integers(1, 5), max_size=4))
 def test_boxes_cover_a_range_of_items_in_order(data: st.DataObject, shape: list[int]) -> None:
     total = prod(shape)
@@ -156,7 +157,7 @@ def test_boxes_cover_a_range_of_items_in_order(data: st.DataObject, shape: list[
     assert len(found) <= max(2 * len(shape), 1)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(specs(), st.integers(-20, 200))
 def test_items_below_an_address_are_counted(spec: TensorSpec, address: int) -> None:
     dims = memory_order(spec)
@@ -208,18 +209,18 @@ def manifests(draw: Draw) -> Manifest:
     return Manifest(root, built, tuple(leaves), tensors, (_CAPACITY, _CAPACITY))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(manifests(), st.integers(16, MAX_CHUNK_BYTES), st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_decoding_a_frame_returns_the_encoded_manifest(
     manifest: Manifest, chunk_bytes: int, step: int | None
 ) -> None:
-    envelope = Frame(manifest, chunk_bytes, step)
-    frame = encode(envelope)
-    assert decode(frame) == envelope
-    assert encode(decode(frame)) == frame
+    frame = Frame(manifest, chunk_bytes, step)
+    data = encode(frame)
+    assert decode(data) == frame
+    assert encode(decode(data)) == data
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(recipes())
 def test_decoding_a_frame_returns_the_manifest_of_a_real_state(recipe: Recipe) -> None:
     frame = encode(Frame(describe(build(recipe).state).manifest, 1000, 7))
@@ -258,7 +259,7 @@ def mutate(frame: bytes, mutations: list[tuple[str, float, int]]) -> bytes:
     return framed(bytes(body))
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(manifests(), _MUTATIONS)
 def test_a_damaged_frame_is_refused_or_is_another_valid_frame(
     manifest: Manifest, mutations: list[tuple[str, float, int]]
@@ -269,7 +270,7 @@ def test_a_damaged_frame_is_refused_or_is_another_valid_frame(
         decode(frame)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.binary(max_size=60))
 def test_random_bytes_are_refused_or_are_a_valid_frame(body: bytes) -> None:
     for frame in (body, MAGIC + body, framed(body)):

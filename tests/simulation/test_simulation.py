@@ -1,4 +1,4 @@
-"""The protocol by the thousand seeds; and proof that the simulation would notice if it were wrong."""
+"""The protocol in the simulation, for many seeds; and mutations of it, which the simulation must detect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.play import play, stay_on
+from tests.simulation.run_seeds import pin_to_core, run_seeds
+from tests.support.sizes import count
 from torchferry.core import codec, push, watch
 from torchferry.core.outcome import ChunkState
 from torchferry.engine import lanes, receive, relay, send
@@ -22,7 +23,7 @@ from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
 from torchferry.testing.simulation import Broken, simulate
 
-SEEDS = int(os.environ.get("SEEDS", "2000"))
+SEEDS = count("SEEDS", full=2000, quick=300)
 ROOT = Path(__file__).parents[2]
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
@@ -31,35 +32,42 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
 
-def play_on_all_cores(first: int, seeds: int) -> Counter[str]:
-    """Play seeds in as many processes as there are cores.
+def simulate_on_all_cores(first: int, seeds: int) -> Counter[str]:
+    """Simulate seeds in as many processes as there are cores.
 
     Raises:
-        Broken: something did not hold; names the seed.
+        Broken: a check failed. The message has the seed.
     """
     share = -(-seeds // len(cores()))
-    players = []
+    processes = []
     for number, core in enumerate(cores()):
         begin = first + number * share
-        count = min(share, first + seeds - begin)
-        command = [sys.executable, "-m", "tests.simulation.play", str(begin), str(max(count, 0)), str(core)]
-        players.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True))
-    ends = [player.communicate() for player in players]
-    for player, (_, complaints) in zip(players, ends, strict=True):
-        if player.returncode:
-            raise Broken(complaints)
-    return sum((Counter(json.loads(said)) for said, _ in ends), Counter())
+        own_seeds = min(share, first + seeds - begin)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.simulation.run_seeds",
+            str(begin),
+            str(max(own_seeds, 0)),
+            str(core),
+        ]
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True))
+    outputs = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise Broken(errors)
+    return sum((Counter(json.loads(output)) for output, _ in outputs), Counter())
 
 
-def test_what_must_hold_holds_for_every_seed() -> None:
-    happened = play_on_all_cores(FIRST_SEED, SEEDS)
+def test_all_checks_hold_for_every_seed() -> None:
+    endings = simulate_on_all_cores(FIRST_SEED, SEEDS)
     print(f"\n{SEEDS} seeds from {FIRST_SEED}:")
-    for ending, count in happened.most_common():
-        print(f"  {count:7}  {ending}")
+    for ending, times in endings.most_common():
+        print(f"  {times:7}  {ending}")
     if SEEDS >= 2000:
-        # Every sort of ending has really been played.
+        # Every kind of ending occurred.
         for error in ("done", "Corrupted", "BadManifest", "TargetTorn", "TornAndLate", "StateMismatch"):
-            assert happened[f"receiver: {error}"] > 0
+            assert endings[f"receiver: {error}"] > 0
         for error in (
             "done",
             "SendLate",
@@ -69,7 +77,7 @@ def test_what_must_hold_holds_for_every_seed() -> None:
             "StateChanged",
             "Unsendable",
         ):
-            assert happened[f"sender: {error}"] > 0
+            assert endings[f"sender: {error}"] > 0
 
 
 @pytest.mark.parametrize("seed", [3, 85, 116, 1889])
@@ -167,24 +175,33 @@ def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneWay(lanes.Window[Any]):
-        """A window that never seems to have messages, so that the relay does not wait for any."""
+    class EmptyWindow(lanes.Window[Any]):
+        """A window that reports no messages, so that the relay does not wait for any."""
 
         def __len__(self) -> int:
             return 0
 
-    monkeypatch.setattr(relay, "Window", OneWay)
+    monkeypatch.setattr(relay, "Window", EmptyWindow)
 
 
-def receivers_are_not_told_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_abort_is_sent_for_an_unsendable_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send._Send, "_refuse", lambda *_: None)
 
 
 def the_receiver_skips_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine follows the table: another table stops it."""
+    """The engine checks every change of state against the table."""
     table = {**push.RECEIVER, push.ReceiverState.RECEIVING: frozenset({push.ReceiverState.ASSEMBLING})}
     monkeypatch.setattr(receive, "RECEIVER", table)
 
+
+SLOW = {
+    no_probe,
+    one_failure_fails_all,
+    failed_receivers_count_as_delivered,
+    a_lost_next_receiver_fails_the_relay,
+    a_relay_keeps_staged_memory_until_the_end,
+}
+"""Mutations that only the full set tries: the first seed that detects them comes late."""
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_digest_check,
@@ -201,29 +218,35 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     failed_receivers_count_as_delivered,
     a_lost_next_receiver_fails_the_relay,
     a_relay_keeps_staged_memory_until_the_end,
-    receivers_are_not_told_of_a_refusal,
+    no_abort_is_sent_for_an_unsendable_state,
     the_receiver_skips_a_state,
 ]
 
 
-FROM = {"no_frame_digest": 1200}
-"""Where to begin with one that bites seldom: from 0 it takes most of a minute to come to the first."""
+FIRST_SEED_OF = {"no_frame_digest": 1200}
+"""The first seed for a mutation that few seeds detect."""
 
 
 @pytest.fixture
 def _on_one_core() -> Iterator[None]:
     before = cores()
-    stay_on(before[-1])
+    pin_to_core(before[-1])
     yield
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, before)
 
 
 @pytest.mark.usefixtures("_on_one_core")
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_the_simulation_bites(
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, id=mutation.__name__, marks=[pytest.mark.slow] if mutation in SLOW else [])
+        for mutation in MUTATIONS
+    ],
+)
+def test_the_simulation_detects_a_mutation(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
     with pytest.raises(Broken, match="seed"):
-        play(FROM.get(mutation.__name__, 0), 4000)
+        run_seeds(FIRST_SEED_OF.get(mutation.__name__, 0), 4000)

@@ -9,15 +9,15 @@ Starting a torch process costs seconds, so the workers persist: a test asks for 
     def test_every_rank_answers(pair: Cluster) -> None:
         assert pair.run(add_one, 1) == [1, 2]
 
-Rules it lives by:
+Rules:
 
-- What runs in a worker is a function of some module, called with the rank and plain arguments. All
-  that crosses is pickled to bytes first: nothing goes through torch's shared memory, so nothing
-  leaks. Aliases between tensors do not survive that; compare them in the worker.
+- A worker runs a function of a module, called with the rank and plain arguments. Arguments and results
+  are pickled to bytes: nothing goes through torch's shared memory, so nothing leaks. Aliases between
+  tensors are lost; compare them in the worker.
 - Every wait of the parent has a deadline, and a worker that dies is reported at once. A worker
-  whose parent is gone leaves by itself.
-- A group in which something timed out is dead for good. A cluster that is broken, by a failed run
-  or by a test that says `cluster.broken = True`, begins its next run with new workers.
+  whose parent dies exits by itself.
+- A group in which an operation timed out can't be used again. A cluster that is broken, by a failed run
+  or by a test that sets `cluster.broken = True`, starts its next run with new workers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 LEAVE_TIMEOUT_S = 5.0
-# Once one rank has failed, how long the others may take to say what they saw of it.
+# The time for the other ranks to report their errors once one rank has failed.
 GRACE_S = 1.0
 
 
 class ClusterError(Exception):
-    """Something went wrong in or with the worker of `rank`.
+    """An error of the worker of `rank`.
 
     ClusterError
     ├── RemoteError       the function raised
@@ -68,7 +68,7 @@ class ClusterError(Exception):
 
 
 class RemoteError(ClusterError):
-    """The function raised: `type_name` is what, `original` the exception itself if it pickles."""
+    """The function raised: `original` is the exception if it can be pickled, `type_name` its type."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         super().__init__(f"rank {rank} raised {failure.type_name}: {failure.message}", rank=rank)
@@ -97,14 +97,14 @@ class WorkerHung(ClusterError):
     """No answer came before the deadline; `stacks` shows where the worker was."""
 
     def __init__(self, rank: int, waited_s: float, stacks: str) -> None:
-        super().__init__(f"rank {rank} gave no answer within {waited_s:.1f} s", rank=rank)
+        super().__init__(f"rank {rank} did not answer within {waited_s:.1f} s", rank=rank)
         self.stacks = stacks
         self.add_note(f"In the worker of rank {rank}:\n{stacks}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank's call: a value or an error. A rank without a job has neither."""
+    """The result of one rank's call: a value or an error. A rank without a job has neither."""
 
     rank: int
     value: Any = None
@@ -154,7 +154,7 @@ class Cluster:
         return [w.pid for w in self._workers]
 
     def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None) -> list[T]:
-        """Calls `fn(rank, *args)` in all workers at once and returns the results in rank order.
+        """Call `fn(rank, *args)` in all workers at once and return the results in rank order.
 
         Raises:
             ClusterError: see `Pending.results`.
@@ -162,7 +162,7 @@ class Cluster:
         return self.run_each([(fn, args)] * self.world_size, timeout_s=timeout_s)
 
     def run_each(self, jobs: Sequence[Job | None], *, timeout_s: float | None = None) -> list[Any]:
-        """Calls a different `(fn, args)` in each worker, by rank; None leaves that worker alone.
+        """Call a different `(fn, args)` in each worker, by rank; a worker with None does nothing.
 
         Raises:
             ClusterError: see `Pending.results`.
@@ -170,12 +170,12 @@ class Cluster:
         return self.start(jobs, timeout_s=timeout_s).results()
 
     def start(self, jobs: Sequence[Job | None], *, timeout_s: float | None = None) -> Pending:
-        """Starts the jobs and returns at once, so that the test can meddle: kill a worker, say.
+        """Start the jobs and return at once, so that the test can kill a worker, for example.
 
-        A broken cluster, or one that lost a worker for which there is a job, is made anew first.
+        A cluster that is broken, or lost a worker that has a job, gets new workers first.
 
         Raises:
-            ClusterError: the workers could not be started, or one died while it was being asked.
+            ClusterError: the workers could not be started, or one died meanwhile.
             RuntimeError: another run is under way.
             TypeError: a function or an argument can't be pickled.
             ValueError: there are not as many jobs as ranks.
@@ -184,43 +184,43 @@ class Cluster:
             raise ValueError(f"{len(jobs)} jobs for {self.world_size} ranks")
         requests = {rank: _request(job) for rank, job in enumerate(jobs) if job is not None}
         if self._pending is not None and not self.broken:
-            raise RuntimeError("a run is under way: ask it for its results first")
+            raise RuntimeError("a run is under way: wait for its results first")
         if self.broken or not self._workers or any(not self._workers[r].alive for r in requests):
             self.close()
             self._start_workers()
         asked = [self._workers[rank] for rank in requests]
         for worker in asked:
-            # A worker that died just now is found out when its answer is due.
+            # The death of a worker is detected when its answer is due.
             with contextlib.suppress(OSError):
                 worker.conn.send_bytes(requests[worker.rank])
         self._pending = Pending(self, asked, self.timeout_s if timeout_s is None else timeout_s)
         return self._pending
 
     def kill(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to a worker. The group may be upset: see `broken`."""
+        """Send a signal to a worker. The group may be broken by it: see `broken`."""
         worker = self._workers[rank]
-        # Once it is known to be dead, its number may belong to someone else.
+        # The pid of a dead worker may belong to another process.
         if worker.alive:
             os.kill(worker.pid, how)
 
     def settle(self) -> None:
-        """Called between tests: what one test lost or left unfinished is no concern of the next."""
+        """Called between tests: a lost worker or an unfinished run breaks the cluster."""
         if self._pending is not None or not all(w.alive for w in self._workers):
             self.broken = True
 
     def close(self) -> None:
-        """Ends all workers, politely if they are in order, and sees that they are gone.
+        """End all workers, by STOP if the cluster is not broken, and check that they are gone.
 
         Raises:
-            ClusterError: a worker is still there after SIGKILL.
+            ClusterError: a worker survived SIGKILL.
         """
         workers, self._workers = self._workers, []
-        polite = not self.broken and self._pending is None
+        ask_first = not self.broken and self._pending is None
         self._pending, self._store, self.broken = None, None, False
         for worker in workers:
             with contextlib.suppress(OSError):
                 worker.conn.send_bytes(STOP)
-        _end(workers, (None, signal.SIGTERM, signal.SIGKILL) if polite else (signal.SIGKILL,))
+        _end(workers, (None, signal.SIGTERM, signal.SIGKILL) if ask_first else (signal.SIGKILL,))
         for worker in workers:
             worker.conn.close()
             worker.process.close()
@@ -239,12 +239,12 @@ class Cluster:
             Pending(self, self._workers, START_TIMEOUT_S).results()
         except ClusterError as error:
             self.close()
-            error.add_note("This was while the cluster started.")
+            error.add_note("The error happened while the cluster started.")
             raise
 
 
 class Pending:
-    """A run under way. `results` and `outcomes` wait for it, to its deadline and no longer."""
+    """A run under way. `results` and `outcomes` wait for it until its deadline."""
 
     def __init__(self, cluster: Cluster, workers: list[_Worker], timeout_s: float) -> None:
         self._cluster = cluster
@@ -258,8 +258,8 @@ class Pending:
         """The values in rank order, None for a rank without a job.
 
         Raises:
-            ClusterError: of the rank that failed first, with notes on what the others saw. The
-                cluster is broken then, for nobody knows what the failed call left in the group.
+            ClusterError: of the rank that failed first, with the others' errors as notes. The
+                cluster is broken then, because the failed call may have left messages in the group.
         """
         self._collect(patient=False)
         if self._errors:
@@ -271,10 +271,10 @@ class Pending:
         return [outcome.value for outcome in self._by_rank()]
 
     def outcomes(self) -> list[Outcome]:
-        """What became of every rank, for tests in which some are meant to fail or die.
+        """The outcome of every rank, for tests in which some ranks fail or die.
 
-        The cluster counts as broken only if a rank did not answer. When the test has upset the
-        group in another way, it is for the test to say so: `cluster.broken = True`.
+        The cluster counts as broken only if a rank did not answer. A test that breaks the group
+        in another way must set `cluster.broken = True`.
         """
         self._collect(patient=True)
         return self._by_rank()
@@ -284,7 +284,7 @@ class Pending:
         return [self._outcomes.get(rank, Outcome(rank)) for rank in ranks]
 
     def _collect(self, *, patient: bool) -> None:
-        """Waits for all answers; unless patient, only a little longer once one is an error."""
+        """Wait for all answers; unless patient, only GRACE_S longer once one is an error."""
         deadline = self._deadline
         while missing := [w for w in self._asked if w.rank not in self._outcomes]:
             if self._errors and not patient:
@@ -322,7 +322,7 @@ class _Worker:
         return self.process.is_alive()
 
     def stacks(self) -> str:
-        """Where each thread of the process is now, the Python part of it."""
+        """Return the Python stack of each thread of the process."""
         before = self.stacks_file.read_text() if self.stacks_file.exists() else ""
         if self.alive:
             os.kill(self.pid, SHOW_STACKS)
@@ -330,13 +330,13 @@ class _Worker:
             time.sleep(0.05)
             if shown := self.stacks_file.read_text()[len(before) :]:
                 return shown
-        return "(it did not show its stacks)"
+        return "(the worker wrote no stacks)"
 
 
 def _start_worker(cluster: Cluster, rank: int, port: int, scratch: Path) -> _Worker:
-    # Not forked from here: torch's threads and gloo's do not survive a fork.
+    # Not forked from this process: the threads of torch and gloo do not survive a fork.
     context = multiprocessing.get_context(cluster.start_method)
-    ours, theirs = context.Pipe()
+    parent_end, worker_end = context.Pipe()
     stacks_file = scratch / f"stacks-{rank}.txt"
     process = context.Process(  # type: ignore[attr-defined]
         target=worker_main,
@@ -348,15 +348,15 @@ def _start_worker(cluster: Cluster, rank: int, port: int, scratch: Path) -> _Wor
             port,
             cluster.group_timeout_s,
             stacks_file,
-            theirs,
+            worker_end,
         ),
         daemon=True,
     )
     process.start()
-    # With our copy of its end closed, its death closes the pipe.
-    theirs.close()
+    # With this copy of the worker's end closed, the worker's death closes the pipe.
+    worker_end.close()
     assert process.pid is not None
-    return _Worker(rank, process.pid, process, ours, stacks_file)
+    return _Worker(rank, process.pid, process, parent_end, stacks_file)
 
 
 def _end(workers: list[_Worker], ways: Sequence[signal.Signals | None]) -> None:
@@ -370,7 +370,7 @@ def _end(workers: list[_Worker], ways: Sequence[signal.Signals | None]) -> None:
             worker.process.join(max(0.0, deadline - time.monotonic()))
     for worker in workers:
         if worker.alive:
-            raise ClusterError(f"process {worker.pid} survives SIGKILL", rank=worker.rank)
+            raise ClusterError(f"process {worker.pid} survived SIGKILL", rank=worker.rank)
 
 
 def _request(job: Job) -> bytes:
@@ -379,13 +379,13 @@ def _request(job: Job) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"{job[0]!r} and its arguments can't be pickled ({error}); "
-            "what runs in a worker is a function of a module, and its arguments are plain values"
+            "a worker runs a function of a module with plain arguments"
         ) from error
 
 
 def _answer_from(worker: _Worker) -> Answer | ClusterError:
     try:
-        # Of a process that ended, the pipe may still hold the answer; if not, this ends at once.
+        # The pipe of a dead worker may still have the answer; otherwise this raises at once.
         answer = pickle.loads(worker.conn.recv_bytes())
     except (EOFError, OSError):
         worker.process.join(LEAVE_TIMEOUT_S)

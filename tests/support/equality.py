@@ -1,4 +1,4 @@
-"""What "the same state" means: types, values bit for bit, layout, and who shares memory with whom."""
+"""Equality of states: types, values bit for bit, layouts, and shared memory."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(one: object, two: object) -> None:
-    """Check that two states are the same in all that torchferry promises to keep."""
+    """Check that two states are equal in everything that torchferry preserves."""
     first, second = _Walk(), _Walk()
     _compare(one, two, "state", first, second)
-    assert first.aliases() == second.aliases(), "memory is shared in another way"
+    assert first.aliases() == second.aliases(), "the states share memory in different ways"
 
 
 class _Walk:
-    """What was met on the way: each tensor, where it lies, and which object it was."""
+    """The tensors of a state in order, with their identities and addresses."""
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int, int, int]] = []
         self._keep: list[object] = []
 
-    def meet(self, value: object, address: int, storage: int, nbytes: int) -> None:
+    def add(self, value: object, address: int, storage: int, nbytes: int) -> None:
         self._keep.append(value)
         self._places.append((id(value), storage, address, nbytes))
 
     def aliases(self) -> list[tuple[int, int, int]]:
-        """For each tensor: the first that is the same object, the first in its storage, and how far apart.
+        """Return for each tensor: the first equal object, the first in its storage, and the offset to that.
 
-        Tensors without bytes share nothing that could be seen.
+        Tensors without bytes share no memory.
         """
         objects: dict[int, int] = {}
         storages: dict[int, tuple[int, int]] = {}
@@ -130,11 +130,11 @@ def _compare_strided(one: torch.Tensor, two: torch.Tensor, path: str, first: _Wa
     assert one.is_neg() == two.is_neg(), f"{path}: neg bit"
     assert bytes_of(one) == bytes_of(two), f"{path}: {one} became {two}"
     for tensor, walk in ((one, first), (two, second)):
-        walk.meet(tensor, tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.nbytes)
+        walk.add(tensor, tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.nbytes)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Give the bytes of a strided tensor's items in order, whatever its dtype and bits say they mean."""
+    """Return the bytes of a strided tensor's items in order, whatever its dtype and its bits."""
     tensor = tensor.detach()
     size = tensor.itemsize
     shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
@@ -143,7 +143,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     raw = torch.empty(0, dtype=_WORD[size], device=tensor.device).set_(
         tensor.untyped_storage(), offset, shape, stride
     )
-    # Without numpy, a storage is the way to bytes.
+    # This works without numpy.
     packed = raw.cpu().flatten().clone(memory_format=torch.contiguous_format)
     return bytes(packed.view(torch.uint8).tolist()) if raw.numel() else b""
 
@@ -167,9 +167,9 @@ def _compare_dtensors(one: DTensor, two: DTensor, path: str, first: _Walk, secon
 
 def _compare_sharded(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None:
     assert one.size() == two.size(), f"{path}: {one.size()} became {two.size()}"
-    ours, theirs = one.local_shards(), two.local_shards()
-    assert len(ours) == len(theirs), f"{path}: {len(ours)} shards became {len(theirs)}"
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    shards, other_shards = one.local_shards(), two.local_shards()
+    assert len(shards) == len(other_shards), f"{path}: {len(shards)} shards became {len(other_shards)}"
+    for number, (a, b) in enumerate(zip(shards, other_shards, strict=True)):
         assert a.metadata.shard_offsets == b.metadata.shard_offsets, path
         assert a.metadata.shard_sizes == b.metadata.shard_sizes, path
         _compare_strided(a.tensor, b.tensor, f"{path}.shard{number}", first, second)

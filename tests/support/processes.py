@@ -1,8 +1,7 @@
-"""Which processes this test session started, however far removed, and which of them still live.
+"""The processes that this test session started, directly or not, and that are still alive.
 
-Read from /proc; where there is none, nobody is found. A process counts as ours if it descends from
-this one, or if its environment has the mark that this session put into its own: that is how one is
-found whose parent is gone.
+They are read from /proc; without /proc, none is found. A process belongs to the session if it descends from
+this one, or if its environment has the session's tag, which orphans keep.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from pathlib import Path
 
 MARK = "TORCHFERRY_TEST_SESSION"
 PROC = Path("/proc")
-# multiprocessing keeps one such process for as long as the interpreter lives, and ends it itself.
+# multiprocessing keeps one such process until the interpreter ends, and ends it itself.
 EXPECTED = "multiprocessing.resource_tracker"
 
 
 def without_gloo(lines: Iterable[str]) -> Iterator[str]:
-    """Skip the lines that gloo prints in torch 2.9: they go to stdout, among a program's own."""
+    """Skip the lines that gloo prints to stdout in torch 2.9."""
     return (line for line in lines if not line.startswith("[Gloo]"))
 
 
 @dataclass(frozen=True)
 class Process:
-    """A living process, as /proc has it."""
+    """A running process as read from /proc."""
 
     pid: int
     parent: int
@@ -35,40 +34,40 @@ class Process:
     environment: str
 
 
-def mark_session() -> str:
-    """Puts a mark into the environment, for every process started from now on to inherit."""
-    mark = uuid.uuid4().hex
-    os.environ[MARK] = mark
-    return mark
+def tag_session() -> str:
+    """Put a tag into the environment, which every process started from now on inherits."""
+    tag = uuid.uuid4().hex
+    os.environ[MARK] = tag
+    return tag
 
 
-def left_behind(mark: str, *, patience_s: float = 5.0) -> list[Process]:
-    """The processes of this session that live on, once they have had some time to leave."""
+def left_behind(tag: str, *, patience_s: float = 5.0) -> list[Process]:
+    """Return the processes of this session that are still alive after `patience_s`."""
     deadline = time.monotonic() + patience_s
-    while (found := ours(mark)) and time.monotonic() < deadline:
+    while (found := ours(tag)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
 
-def ours(mark: str) -> list[Process]:
-    """All living processes of this session but this one."""
-    everyone = [p for p in map(_read, PROC.glob("[0-9]*")) if p is not None]
+def ours(tag: str) -> list[Process]:
+    """Return all running processes of this session except this one."""
+    running = [p for p in map(_read, PROC.glob("[0-9]*")) if p is not None]
     family = {os.getpid()}
-    while children := {p.pid for p in everyone if p.parent in family} - family:
+    while children := {p.pid for p in running if p.parent in family} - family:
         family |= children
     return [
         p
-        for p in everyone
-        if (p.pid in family or f"{MARK}={mark}" in p.environment)
+        for p in running
+        if (p.pid in family or f"{MARK}={tag}" in p.environment)
         and p.pid != os.getpid()
         and EXPECTED not in p.command
     ]
 
 
 def _read(folder: Path) -> Process | None:
-    """Nothing for a process that has ended, reaped or not, or that is not ours to look at."""
+    """Return a process, or None if it has ended or can't be read."""
     try:
-        # The name, in parentheses, may hold anything; what follows it is regular.
+        # The name in parentheses may have any characters; the fields after it are separated by spaces.
         state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         environment = (folder / "environ").read_bytes().decode(errors="replace")

@@ -1,11 +1,11 @@
-"""Random states as recipes: plain data that any process can build the same state from.
+"""Random states as recipes: plain data from which any process builds the same state.
 
-A recipe is made of frozen dataclasses whose repr is the expression that makes them, so that what a failing
-test prints can be pasted into a test, and they pickle, so that two processes can build from one recipe.
+A recipe consists of frozen dataclasses. Their repr is the expression that creates them, so that the output of
+a failing test can be pasted into a test. They can be pickled, so that two processes can build one recipe.
 
-All tensors and arrays are views of pools, so aliases, overlaps and views of one storage under several
-dtypes need no special mention: they are leaves that name the same pool. A leaf is named by number; the
-same number in two places of the tree is the same object.
+All tensors and arrays are views of pools: aliases, overlaps and views of one storage under several dtypes are
+leaves of the same pool. The tree refers to leaves by number; the same number in two places of the tree is the
+same object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-"""Every dtype that torch can hold as bytes."""
+"""Every dtype of torch that is not quantized."""
 
 NUMPY_DTYPES = {
     name: np.dtype(name)
@@ -73,7 +73,7 @@ class Interval(NamedTuple):
     high: Any
 
 
-# The older way of making one.
+# A namedtuple made by the function.
 Plain = namedtuple("Plain", "only")
 
 
@@ -97,8 +97,8 @@ RECORDS: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (Interval
 ENUMS: dict[str, type[enum.Enum]] = {cls.__name__: cls for cls in (Colour, Level, Mode, Access)}
 
 
-class _Terse:
-    """Shows what differs from the defaults: the shortest expression that makes it."""
+class _ShortRepr:
+    """A repr with only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         given = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
@@ -106,13 +106,13 @@ class _Terse:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # Hypothesis shows every field of a dataclass unless it is told not to.
+        # By default, Hypothesis prints every field of a dataclass.
         printer.text(repr(self))
 
 
 @dataclass(frozen=True, repr=False)
-class Pool(_Terse):
-    """Memory filled with random bytes; an ndarray's, or a tensor's."""
+class Pool(_ShortRepr):
+    """Memory filled with random bytes, of an ndarray or a tensor."""
 
     nbytes: int
     seed: int
@@ -120,7 +120,7 @@ class Pool(_Terse):
 
 
 @dataclass(frozen=True, repr=False)
-class View(_Terse):
+class View(_ShortRepr):
     """A strided tensor. `grad` is 1 for requires_grad, 2 for a Parameter, 3 for both."""
 
     pool: int
@@ -134,7 +134,7 @@ class View(_Terse):
 
 
 @dataclass(frozen=True, repr=False)
-class Array(_Terse):
+class Array(_ShortRepr):
     """An ndarray over the pool from byte `start` on; strides and offset count bytes of the pool."""
 
     pool: int
@@ -147,10 +147,10 @@ class Array(_Terse):
 
 
 @dataclass(frozen=True, repr=False)
-class Sparse(_Terse):
+class Sparse(_ShortRepr):
     """A sparse tensor whose values are a view; its indices come from a seed.
 
-    `size` is that of the sparse dimensions; what is beyond them is the values' to say.
+    `size` is that of the sparse dimensions; the shape of the values has the dense ones.
     """
 
     layout: str
@@ -166,14 +166,14 @@ Leaf: TypeAlias = View | Array | Sparse
 
 
 @dataclass(frozen=True, repr=False)
-class Use(_Terse):
-    """A place in the tree where a leaf of the recipe stands."""
+class Use(_ShortRepr):
+    """A place in the tree that has a leaf of the recipe."""
 
     leaf: int
 
 
 @dataclass(frozen=True, repr=False)
-class Value(_Terse):
+class Value(_ShortRepr):
     """A value without tensors, by the name of its maker in `MAKERS`."""
 
     kind: str
@@ -181,7 +181,7 @@ class Value(_Terse):
 
 
 @dataclass(frozen=True, repr=False)
-class Node(_Terse):
+class Node(_ShortRepr):
     """A container, by the name of its maker in `CONTAINERS`."""
 
     kind: str
@@ -191,8 +191,8 @@ class Node(_Terse):
 
 
 @dataclass(frozen=True, repr=False)
-class Prefab(_Terse):
-    """A state that some part of torch or Python makes of itself."""
+class Prefab(_ShortRepr):
+    """A state that a component of torch, numpy or Python creates, like an optimizer."""
 
     kind: str
     seed: int = 0
@@ -202,7 +202,7 @@ Tree: TypeAlias = Use | Value | Node | Prefab
 
 
 @dataclass(frozen=True, repr=False)
-class Recipe(_Terse):
+class Recipe(_ShortRepr):
     tree: Tree
     leaves: tuple[Leaf, ...] = ()
     pools: tuple[Pool, ...] = ()
@@ -210,7 +210,7 @@ class Recipe(_Terse):
 
 @dataclass(frozen=True)
 class Built:
-    """A state and the memory it was built on: for each pool all its bytes, as a tensor."""
+    """A state, and the bytes of each of its pools as a tensor."""
 
     state: Any
     leaves: tuple[Any, ...]
@@ -259,7 +259,7 @@ def _with_grad(tensor: torch.Tensor, grad: int) -> torch.Tensor:
 
 def _build_array(array: Array, pools: tuple[torch.Tensor, ...]) -> Any:
     dtype = NUMPY_DTYPES[array.dtype]
-    # A numpy array of part of the pool, so that its base does not say how far the memory goes.
+    # An array of a part of the pool, whose base does not have the bounds of the memory.
     buffer = pools[array.pool][array.start :].numpy()
     if buffer.size:
         built = np.ndarray(array.shape, dtype, buffer, array.offset - array.start, array.strides)
@@ -273,7 +273,7 @@ def _build_sparse(sparse: Sparse, pools: tuple[torch.Tensor, ...]) -> torch.Tens
     values = _build_view(sparse.values, pools)
     source = random.Random(sparse.seed)
     if sparse.layout == "coo":
-        # Sorted and distinct if coalesced; any, and perhaps several times, if not.
+        # Indices of a coalesced tensor are sorted and distinct; others may repeat.
         places = list(np.ndindex(*sparse.size))
         picked = (
             sorted(source.sample(places, len(values)))
@@ -332,9 +332,9 @@ def _numpy_scalar(data: tuple[str, str]) -> Any:
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    # None, bool, int, str and bytes are as they are printed.
+    # None, bool, int, str and bytes are stored directly.
     "plain": lambda data: data,
-    # Floats by their bits: no repr tells one NaN from another.
+    # Floats are stored as bits, because NaNs have no distinct repr.
     "float": lambda data: struct.unpack(">d", bytes.fromhex(data))[0],
     "complex": lambda data: complex(*struct.unpack(">dd", bytes.fromhex(data))),
     "bytearray": bytearray,
@@ -398,7 +398,7 @@ def _module(seed: int) -> torch.nn.Sequential:
         model = torch.nn.Sequential(
             torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(3, 5)
         )
-    # Tied, as an embedding and the last layer often are.
+    # Tied weights, like those of an embedding and the last layer.
     model[3].weight = model[0].weight
     return model
 
@@ -425,7 +425,7 @@ def _scheduler(seed: int) -> Any:
 
 PREFABS: dict[str, Callable[[int], Any]] = {
     "module": lambda seed: _module(seed).state_dict(),
-    "module with its graph": lambda seed: _module(seed).state_dict(keep_vars=True),
+    "module with keep_vars": lambda seed: _module(seed).state_dict(keep_vars=True),
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "python random": lambda seed: random.Random(seed).getstate(),

@@ -1,4 +1,4 @@
-"""The harness keeps its promises: errors come back whole, death and hangs are found out in time."""
+"""The cluster returns complete errors, and detects deaths and hangs in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.processes import without_gloo
 
 
 class TwoPartError(Exception):
-    """Pickles, but can't be loaded again: its __init__ wants two arguments."""
+    """An exception that can be pickled but not loaded: its __init__ needs two arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -63,7 +63,7 @@ def fail_with_two_parts(rank: int) -> None:
     raise TwoPartError("this", "that")
 
 
-def give_what_does_not_pickle(rank: int) -> object:
+def return_an_unpicklable_value(rank: int) -> object:
     return lambda: rank
 
 
@@ -71,7 +71,7 @@ def die(rank: int, how: int) -> None:
     os.kill(os.getpid(), how)
 
 
-def leave(rank: int, code: int) -> None:
+def exit_with(rank: int, code: int) -> None:
     os._exit(code)
 
 
@@ -84,13 +84,13 @@ def recv_from(rank: int, peer: int) -> None:
     dist.recv(torch.zeros(1), peer)
 
 
-def leave_a_process_behind(rank: int) -> int:
+def start_an_orphan(rank: int) -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
 
 
 @pytest.fixture(scope="module")
-def cluster(_nursery: None) -> Iterator[Cluster]:
-    """A pair of its own, for these tests wreck it again and again."""
+def cluster(_fork_server: None) -> Iterator[Cluster]:
+    """A separate pair, because these tests break it repeatedly."""
     with Cluster(2, timeout_s=30, start_method="forkserver") as cluster:
         yield cluster
 
@@ -103,7 +103,7 @@ def test_results_come_in_rank_order(cluster: Cluster) -> None:
     assert cluster.run(add, 10) == [10, 11]
 
 
-def test_each_rank_can_have_a_job_of_its_own_or_none(cluster: Cluster) -> None:
+def test_each_rank_can_have_its_own_job_or_none(cluster: Cluster) -> None:
     assert cluster.run_each([None, (add, (5,))]) == [None, 6]
 
 
@@ -143,7 +143,7 @@ def test_an_exception_that_does_not_pickle_comes_back_as_text(cluster: Cluster) 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_that_rank(cluster: Cluster) -> None:
     with pytest.raises(RemoteError, match="pickle"):
-        cluster.run(give_what_does_not_pickle)
+        cluster.run(return_an_unpicklable_value)
 
 
 def test_a_function_that_does_not_pickle_is_refused_before_anything_runs(cluster: Cluster) -> None:
@@ -152,7 +152,7 @@ def test_a_function_that_does_not_pickle_is_refused_before_anything_runs(cluster
     assert cluster.run(add, 1) == [1, 2]
 
 
-def test_outcomes_hold_values_beside_errors_and_leave_the_cluster_whole(cluster: Cluster) -> None:
+def test_outcomes_have_values_and_errors_and_do_not_break_the_cluster(cluster: Cluster) -> None:
     before = cluster.run(own_pid)
     good, bad = cluster.start([(fail_on_rank_1, ())] * 2).outcomes()
     assert (good.value, good.error) == ("fine", None)
@@ -164,11 +164,11 @@ def test_outcomes_hold_values_beside_errors_and_leave_the_cluster_whole(cluster:
     ("job", "how"),
     [
         ((die, (signal.SIGKILL,)), "killed by SIGKILL"),
-        ((leave, (7,)), "exited with code 7"),
+        ((exit_with, (7,)), "exited with code 7"),
     ],
     ids=["signal", "exit"],
 )
-def test_a_death_is_reported_at_once_though_others_are_busy(cluster: Cluster, job: Job, how: str) -> None:
+def test_a_death_is_reported_at_once_while_other_ranks_are_busy(cluster: Cluster, job: Job, how: str) -> None:
     cluster.run(own_pid)
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank 1 (was )?{how}"):
@@ -176,7 +176,7 @@ def test_a_death_is_reported_at_once_though_others_are_busy(cluster: Cluster, jo
     assert time.monotonic() - started < 10
 
 
-def test_survivors_of_a_death_can_go_on(cluster: Cluster) -> None:
+def test_the_survivors_of_a_death_answer_the_next_call(cluster: Cluster) -> None:
     cluster.run(own_pid)
     pending = cluster.start([(add, (1,)), (sleep, (60,))])
     cluster.kill(1)
@@ -187,7 +187,7 @@ def test_survivors_of_a_death_can_go_on(cluster: Cluster) -> None:
     assert cluster.run_each([(add, (2,)), None]) == [2, None]
 
 
-def test_a_hang_ends_at_the_deadline_and_shows_where_it_was(cluster: Cluster) -> None:
+def test_a_hang_ends_at_the_deadline_and_the_error_has_the_stacks(cluster: Cluster) -> None:
     cluster.run(own_pid)
     started = time.monotonic()
     with pytest.raises(WorkerHung) as caught:
@@ -213,22 +213,24 @@ def test_a_second_run_while_one_is_under_way_is_refused(cluster: Cluster) -> Non
     assert pending.results() == ["awake", "awake"]
 
 
-def test_a_run_left_unfinished_does_not_reach_the_next_test(cluster: Cluster) -> None:
+def test_an_unfinished_run_does_not_affect_the_next_test(cluster: Cluster) -> None:
     cluster.start([(sleep, (60,))] * 2)
     cluster.settle()
     assert cluster.run(add, 1) == [1, 2]
 
 
+@pytest.mark.usefixtures("_fork_server")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_no_worker_is_left_when_the_cluster_closes(busy: bool) -> None:
-    with Cluster(1) as single:
+    with Cluster(1, start_method="forkserver") as single:
         pids = single.run(own_pid)
         if busy:
             single.start([(sleep, (60,))])
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_workers_exit_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = """
 from tests.support.cluster import Cluster
 from tests.support.test_cluster import own_pid, sleep
@@ -252,15 +254,16 @@ if __name__ == "__main__":
         doomed.kill()
     deadline = time.monotonic() + 10
     while not is_gone(worker):
-        assert time.monotonic() < deadline, f"worker {worker} lives on"
+        assert time.monotonic() < deadline, f"worker {worker} is still alive"
         time.sleep(0.05)
 
 
-def test_a_process_left_behind_is_found_though_its_parent_is_gone() -> None:
-    mark = os.environ[processes.MARK]
-    with Cluster(1) as single:
-        (stray,) = single.run(leave_a_process_behind)
+@pytest.mark.usefixtures("_fork_server")
+def test_an_orphaned_process_is_found() -> None:
+    tag = os.environ[processes.MARK]
+    with Cluster(1, start_method="forkserver") as single:
+        (stray,) = single.run(start_an_orphan)
     try:
-        assert [p.pid for p in processes.left_behind(mark, patience_s=0) if p.pid == stray]
+        assert [p.pid for p in processes.left_behind(tag, patience_s=0) if p.pid == stray]
     finally:
         os.kill(stray, signal.SIGKILL)

@@ -16,7 +16,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Transferred:
-    """The received state, and what went over the link without metadata."""
+    """The received state, and the payload that was sent."""
 
     state: Any
     report: Report
@@ -36,7 +36,7 @@ def transfer(
 ) -> Transferred:
     """Send a state and receive it: fresh, or into the tensors of `into`.
 
-    With `own_buffers`, neither link takes memory but its own, so that every message is staged. `workspaces`
+    With `own_buffers`, both links accept only their own memory, so that every message is staged. `workspaces`
     are the sender's and the receiver's, for several transfers. Other keywords are fields of ReceiveOptions.
     """
     network = MemoryNetwork()

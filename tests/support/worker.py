@@ -1,4 +1,4 @@
-"""The half of a cluster that runs in its worker processes: join the group, then answer calls."""
+"""The worker process of a cluster: it joins the group, then answers calls."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# The parent's way to ask a worker that hangs where it hangs.
+# The signal that makes a worker write the stacks of its threads.
 SHOW_STACKS = signal.SIGUSR1
-# In place of a call.
+# Sent instead of a call.
 STOP = b""
 
 
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception, as much of it as can cross: its text always, itself only if it pickles."""
+    """An exception of a worker: its text, and itself if it can be pickled."""
 
     type_name: str
     message: str
@@ -60,10 +60,10 @@ def main(
     stacks_file: Path,
     conn: connection.Connection,
 ) -> NoReturn:
-    """Lives until the parent says stop, closes the pipe or dies."""
-    # An interrupt from the keyboard reaches the whole process group; the parent handles it for all.
+    """Answer calls until the parent sends STOP, closes the pipe or dies."""
+    # Ctrl-C reaches the whole process group. The parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_when_the_parent_is_gone, daemon=True).start()
+    threading.Thread(target=_exit_when_the_parent_dies, daemon=True).start()
     torch.set_num_threads(1)
 
     def join_the_group() -> None:
@@ -78,7 +78,7 @@ def main(
             while (request := conn.recv_bytes()) != STOP:
                 conn.send_bytes(_answer_to(_call, rank, request))
         faulthandler.unregister(SHOW_STACKS)
-    # Taking torch apart takes a second a worker, and shows nothing.
+    # A normal exit would take a second per worker.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -92,7 +92,7 @@ def _call(rank: int, request: bytes) -> Any:
 
 
 def _answer_to(fn: Callable[..., Any], *args: Any) -> bytes:
-    # BaseException: pytest's own outcomes, and SystemExit, are answers like any other.
+    # BaseException: outcomes of pytest and SystemExit are answers too.
     try:
         return pickle.dumps(Answer(value=fn(*args)))
     except BaseException as error:
@@ -103,7 +103,7 @@ def _describe(error: BaseException) -> Failure:
     kind = type(error)
     try:
         pickled = pickle.dumps(error)
-        # An exception whose __init__ takes more than its message pickles well and loads badly.
+        # An exception whose __init__ needs more than its message can be pickled, but not loaded.
         pickle.loads(pickled)
     except Exception:
         pickled = None
@@ -115,9 +115,9 @@ def _describe(error: BaseException) -> Failure:
     )
 
 
-def _leave_when_the_parent_is_gone() -> NoReturn:
+def _exit_when_the_parent_dies() -> NoReturn:
     parent = multiprocessing.parent_process()
     if parent is None:
-        raise RuntimeError("a worker is started by multiprocessing, from a parent")
+        raise RuntimeError("a worker must be started by multiprocessing")
     connection.wait([parent.sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The tree of errors: one root, whose fault it is, and all that is known in the message."""
+"""The tree of errors: its root and branches, its messages, and pickling."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_every_error_is_public_and_drawn_in_the_docstring() -> None:
         assert getattr(torchferry, cls.__name__) is cls
 
 
-def test_the_builtin_names_still_catch_them() -> None:
+def test_builtin_exceptions_catch_them() -> None:
     assert issubclass(BadArgument, ValueError)
     assert issubclass(LinkTimeout, TimeoutError)
     assert issubclass(LinkBroken, ConnectionError)
 
 
-def test_an_error_says_where_and_with_whom() -> None:
+def test_a_message_has_the_peer_and_the_phase() -> None:
     error = LinkTimeout("nothing came", peer=3, phase="receive tensors")
     assert str(error) == "nothing came [peer: rank 3, phase: receive tensors]"
 
@@ -86,7 +86,7 @@ def test_a_mismatch_lists_every_path_up_to_a_screenful() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_crosses_process_boundaries_whole(error: FerryError) -> None:
+def test_a_pickled_error_keeps_all_its_fields(error: FerryError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)

@@ -1,4 +1,4 @@
-"""What ships for tests: a link in memory, and the kit that every link has to pass."""
+"""Tools for tests: a link in memory, the conformance kit for links, and the simulation."""
 
 from torchferry.testing.link_kit import check_link
 from torchferry.testing.memory_link import MemoryLink, MemoryNetwork

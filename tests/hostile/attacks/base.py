@@ -1,7 +1,7 @@
-"""What an attack is: bytes that a hostile peer sends as metadata, and what must become of them.
+"""An attack: bytes that a hostile peer sends as metadata, and the error that the receiver must raise.
 
-To add one: write a function in the module of its family that gives the frame, say in its docstring what it
-tries, and decorate it. `tests/hostile/test_attacks.py` does the rest.
+To add an attack, write a function in the module of its family that returns the frame, describe the attack in
+its docstring, and decorate it. `tests/hostile/test_attacks.py` runs all attacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """A hostile frame. Its `payload` is sent after it; no `error` means that it may also be harmless."""
+    """A hostile frame, followed by its `payload`. With `error` None, the frame may also be accepted."""
 
     family: str
     name: str
@@ -40,26 +40,26 @@ ATTACKS: list[Attack] = []
 def attack(
     error: type[FerryError] | None = BadManifest, *, payload: Sequence[bytes] = ()
 ) -> Callable[[Callable[[], bytes]], Callable[[], bytes]]:
-    """Enter a function that builds a frame among the attacks."""
+    """Register a function that builds a frame as an attack."""
 
-    def enter(build: Callable[[], bytes]) -> Callable[[], bytes]:
+    def register(build: Callable[[], bytes]) -> Callable[[], bytes]:
         family = build.__module__.rpartition(".")[2]
         ATTACKS.append(Attack(family, build.__name__, build, error, payload))
         return build
 
-    return enter
+    return register
 
 
 def attacks(
     family: str, frames: dict[str, Callable[[], bytes]], error: type[FerryError] = BadManifest
 ) -> None:
-    """Enter many attacks of one sort."""
+    """Register many attacks of one family."""
     ATTACKS.extend(Attack(family, name, build, error, ()) for name, build in frames.items())
 
 
-def frame_of(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES, **terms: Any) -> bytes:
-    """Encode a manifest as an honest sender would, whatever is in it."""
-    return encode(Frame(manifest, chunk_bytes, **terms))
+def frame_of(manifest: Manifest, chunk_bytes: int = CHUNK_BYTES, **fields: Any) -> bytes:
+    """Encode a manifest as torchferry's sender does, without checks."""
+    return encode(Frame(manifest, chunk_bytes, **fields))
 
 
 def framed(body: bytes) -> bytes:
@@ -68,22 +68,22 @@ def framed(body: bytes) -> bytes:
 
 
 def raw(envelope: object) -> bytes:
-    """Frame what is in no way an Frame, as MessagePack."""
+    """Encode any object as MessagePack, with magic, version and digest."""
     return framed(pack(envelope))
 
 
 def one_value(traits: object, kind: str = "value") -> Manifest:
-    """A state that is one value."""
+    """Return the manifest of a state that is one value."""
     return Manifest(-1, (Branch("list", (0,)),), (Leaf(kind, traits=traits),), (), ())  # type: ignore[arg-type]
 
 
 def value(special: Special | object) -> bytes:
-    """The frame of a state that is one value."""
+    """Return the frame of a state that is one value."""
     return frame_of(one_value(special))
 
 
 def container(branch: Branch) -> bytes:
-    """The frame of a state that is one container of values without meaning."""
+    """Return the frame of a state that is one container."""
     return frame_of(Manifest(-1, (branch,), (Leaf("value"),), (), ()))
 
 
@@ -97,12 +97,12 @@ def spec(
     offset: int = 0,
     **bits: bool,
 ) -> TensorSpec:
-    """Describe a tensor, soundly unless told otherwise."""
+    """Describe a tensor; the defaults are valid."""
     return TensorSpec(dtype, itemsize, shape, stride, storage, offset, **bits)
 
 
-def tensors(*specs: TensorSpec, storages: tuple[int, ...] | None = None, **terms: Any) -> bytes:
-    """The frame of a list of tensors; storages are as large as they need to be."""
+def tensors(*specs: TensorSpec, storages: tuple[int, ...] | None = None, **fields: Any) -> bytes:
+    """Return the frame of a list of tensors; by default, storages are just large enough."""
     if storages is None:
         ends = [0] * (1 + max(spec.storage for spec in specs))
         for each in specs:
@@ -112,4 +112,4 @@ def tensors(*specs: TensorSpec, storages: tuple[int, ...] | None = None, **terms
         storages = tuple(ends)
     leaves = tuple(Leaf("tensor", (number,)) for number in range(len(specs)))
     root = Branch("list", tuple(range(len(specs))))
-    return frame_of(Manifest(-1, (root,), leaves, specs, storages), **terms)
+    return frame_of(Manifest(-1, (root,), leaves, specs, storages), **fields)

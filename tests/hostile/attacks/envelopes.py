@@ -1,4 +1,4 @@
-"""What stands around the manifest: lengths, versions, digests, chunks, serial numbers, seals."""
+"""The frame around the manifest: lengths, versions, digests, chunks, serial numbers, digest blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ attacks(
         "has_too_many_digests": lambda: raw([STATE, 1 << 20, None, 0, b"", [1]]),
         "has_too_few_digests": lambda: tensors(spec(), digests=()),
         "has_digests_that_are_texts": lambda: raw([STATE, 1 << 20, None, 0, b"", ["x"]]),
-        "has_digests_and_digest_blocks": lambda: tensors(spec(), digests=(1,), digest_blocks=True),
-        "is_sealed_by_a_number": lambda: raw([STATE, 1 << 20, None, 0, b"", None, 1]),
+        "has_digests_and_digest_blocks": lambda: tensors(
+            spec(), nonce=b"n" * 16, digests=(1,), digest_blocks=True
+        ),
+        "announces_digest_blocks_by_a_number": lambda: raw([STATE, 1 << 20, None, 0, b"", None, 1]),
         "is_a_million_empty_arrays": lambda: framed(b"\xdd\x00\x0f\x42\x40" + b"\x90" * 1_000_000),
         "is_an_array_that_claims_more": lambda: framed(b"\xdd\xff\xff\xff\xff"),
         "is_a_text_that_claims_more": lambda: framed(b"\xdb\xff\xff\xff\xff"),
@@ -47,19 +49,19 @@ attacks(
 
 @attack(PeerError)
 def is_empty_but_for_zeros() -> bytes:
-    """What is left in a buffer when nothing came."""
+    """The content of a buffer that received no message."""
     return b"\x00" * 1000
 
 
 @attack(None)
 def has_the_largest_serial_and_step() -> bytes:
-    """Numbers that are allowed, and wrap around."""
+    """Numbers that are valid, and wrap around."""
     return frame_of(one_value(1), serial=2**63 - 1, step=-(2**63))
 
 
 @attack(Corrupted, payload=[b"\x00" * 16])
 def has_a_digest_of_something_else() -> bytes:
-    """What arrives is not what was announced."""
+    """The payload does not match its digest."""
     return tensors(spec(), digests=(12345,))
 
 

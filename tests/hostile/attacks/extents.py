@@ -1,4 +1,4 @@
-"""Tensors: outside their storage, of impossible shapes, overlapping without end, or too large for memory."""
+"""Tensors: outside their storage, with invalid shapes, with countless overlaps, or too large for memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchferry.errors import BadManifest, StateError
 
 
 def wire(**fields: object) -> bytes:
-    """The frame of one tensor whose numbers no TensorSpec would be made of."""
+    """Return the frame of one tensor with any numbers."""
     sound: dict[str, object] = {
         "dtype": "float32",
         "itemsize": 4,
@@ -66,39 +66,39 @@ attacks(
 
 @attack()
 def claims_2_to_the_60_bytes() -> bytes:
-    """A tensor that large, in the largest chunks."""
+    """A tensor of 2**60 bytes, in the largest chunks."""
     return tensors(spec((2**60,), dtype="uint8", itemsize=1), chunk_bytes=1 << 30)
 
 
 @attack(StateError)
 def spreads_two_bytes_over_a_terabyte() -> bytes:
-    """As asked for, memory may be given; as used, it is not there."""
+    """The system may allocate such memory lazily, but can't provide it when it is used."""
     return tensors(spec((2,), (2**40,), dtype="uint8", itemsize=1))
 
 
 @attack(StateError)
 def spreads_over_many_storages() -> bytes:
-    """A hundred storages, each of which would be given."""
+    """A hundred storages, each of which could be allocated alone."""
     return tensors(
         *(spec((2,), (2**32,), dtype="uint8", itemsize=1, storage=number) for number in range(100))
     )
 
 
 @attack(StateError)
-def claims_a_storage_that_nobody_uses() -> bytes:
-    """2**62 bytes of storage, four tensors of nothing in it."""
+def claims_an_unused_storage() -> bytes:
+    """A storage of 2**62 bytes, of which no tensor uses a byte."""
     return tensors(spec(), storages=(2**62,))
 
 
 @attack()
 def is_too_large_for_its_chunks() -> bytes:
-    """2**50 bytes, sixteen at a time: more messages than there is memory to list."""
+    """2**50 bytes in chunks of sixteen bytes: the list of messages would not fit in memory."""
     return tensors(spec((2**50,), dtype="uint8", itemsize=1), chunk_bytes=16)
 
 
 @attack()
 def has_more_rows_than_messages() -> bytes:
-    """A column of 2**50 rows, each of which is a message."""
+    """A column of 2**50 rows, each of which needs a message."""
     return tensors(spec((2**50, 16), (64, 1), dtype="uint8", itemsize=1), chunk_bytes=16)
 
 
@@ -115,15 +115,15 @@ def interlocks_with_itself() -> bytes:
 
 
 @attack()
-def interlocks_again_and_again() -> bytes:
-    """Each tensor is just not too intricate, and there are a thousand of them."""
+def interlocks_in_a_thousand_tensors() -> bytes:
+    """A thousand tensors, each of which is just below the limit of runs."""
     one = [spec((1000, 1000), (3, 2501), storage=number) for number in range(1000)]
     return tensors(*one)
 
 
 @attack()
 def overlaps_in_a_thousand_patterns() -> bytes:
-    """Each pattern has just not too many runs, and they overlap in one storage."""
+    """Patterns just below the limit of runs, which overlap in one storage."""
     return tensors(
         *(spec((500_000,), (7,), dtype="uint8", itemsize=1, offset=number) for number in range(500)),
         spec((300_000,), (11,), dtype="uint8", itemsize=1),
@@ -132,7 +132,7 @@ def overlaps_in_a_thousand_patterns() -> bytes:
 
 @attack(None)
 def has_patterns_inside_of_many_runs() -> bytes:
-    """Twelve thousand runs, and half as many patterns that may lie in one of them."""
+    """Twelve thousand runs, and six thousand patterns that may be inside one of them."""
     runs = [
         spec((8,), dtype="uint8", itemsize=1, offset=number * 8 + shift)
         for number in range(6_000)
@@ -144,7 +144,7 @@ def has_patterns_inside_of_many_runs() -> bytes:
 
 @attack(None)
 def overlaps_pairwise_thousands_of_times() -> bytes:
-    """Six thousand extents, none of which is any tensor's own."""
+    """Six thousand extents, each shared by several tensors."""
     pairs = [
         spec((6,), dtype="uint8", itemsize=1, offset=number * 8 + shift)
         for number in range(6_000)
@@ -155,13 +155,13 @@ def overlaps_pairwise_thousands_of_times() -> bytes:
 
 @attack(None)
 def has_very_many_empty_tensors() -> bytes:
-    """In time and memory that its size accounts for."""
+    """Time and memory must be proportional to the size of the frame."""
     return tensors(*(spec((0,)),) * 30_000)
 
 
 @attack(None)
 def expands_one_item_to_2_to_the_50() -> bytes:
-    """Four bytes, seen 2**50 times: harmless, as long as nobody copies it."""
+    """An expanded tensor of four bytes and 2**50 items. A copy of it would not fit in memory."""
     return tensors(spec((2**50,), (0,)))
 
 

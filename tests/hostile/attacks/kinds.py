@@ -1,4 +1,4 @@
-"""Leaves with tensors: sparse, distributed, sharded, numpy's, each with what its kind can't have."""
+"""Leaves with tensors: sparse, distributed, sharded and numpy's, with invalid metadata for their kind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CSR_PARTS = (
 
 
 def leaf(kind: str, form: tuple[Any, Any], *specs: TensorSpec, storages: tuple[int, ...] = ()) -> bytes:
-    """The frame of one leaf over its tensors."""
+    """Return the frame of one leaf with its tensors."""
     ends = [0] * (1 + max((each.storage for each in specs), default=-1))
     for each in specs:
         last = sum((n - 1) * step for n, step in zip(each.shape, each.stride, strict=True))
@@ -63,7 +63,7 @@ def leaf(kind: str, form: tuple[Any, Any], *specs: TensorSpec, storages: tuple[i
 
 
 def packed(form: Any) -> Any:
-    """What is more than a scalar is packed, as a kind's form is."""
+    """Pack the form of a kind, unless it is a scalar."""
     return Special(FORM, pack(form)) if isinstance(form, (dict, list)) else form
 
 
@@ -79,7 +79,7 @@ def mesh(**changes: object) -> tuple[Any, Any]:
     return traits(DTENSOR, mesh={**MESH, **changes})
 
 
-SOUND: dict[str, tuple[tuple[Any, Any], tuple[TensorSpec, ...]]] = {
+VALID: dict[str, tuple[tuple[Any, Any], tuple[TensorSpec, ...]]] = {
     "tensor": ((None, None), (spec(),)),
     "sparse": (SPARSE, (INDICES, VALUES)),
     "compressed": (CSR, CSR_PARTS),
@@ -87,15 +87,15 @@ SOUND: dict[str, tuple[tuple[Any, Any], tuple[TensorSpec, ...]]] = {
     "sharded": (SHARDED, (spec(),)),
     "ndarray": (NDARRAY, (BYTES,)),
 }
-"""One sound leaf of each kind: the attacks below change one thing in it."""
+"""One valid leaf of each kind, of which each attack below changes one field."""
 
 _WRONG: dict[str, Any] = {"none": None, "a_number": 7, "a_text": "x", "a_list": [1], "a_map": {"x": 1}}
 
 
-def _spoilt() -> dict[str, Any]:
-    """Every field of every kind's form, left out or of every wrong type."""
+def _with_wrong_fields() -> dict[str, Any]:
+    """Return forms in which one field is missing or has a wrong type, for every field of every kind."""
     found: dict[str, Any] = {}
-    for kind, (form, specs) in SOUND.items():
+    for kind, (form, specs) in VALID.items():
         for place, part in enumerate(form):
             whole = ("fixed", "traits")[place]
             for name, wrong in _WRONG.items():
@@ -115,7 +115,7 @@ def _spoilt() -> dict[str, Any]:
     return found
 
 
-# A form that another value of the field makes, or one that only what arrives can be measured by.
+# Forms that are valid with the other value, or that can only be checked with the payload.
 _FINE = {("compressed", "coalesced", "none"), ("dtensor", "position", "none")}
 
 
@@ -123,7 +123,7 @@ def _later(kind: str, form: tuple[Any, Any], specs: tuple[TensorSpec, ...]) -> A
     return lambda: leaf(kind, form, *specs)
 
 
-attacks("kinds", _spoilt())
+attacks("kinds", _with_wrong_fields())
 attacks(
     "kinds",
     {
@@ -230,13 +230,13 @@ attacks(
 
 @attack(BadManifest, payload=[struct.pack("<4q", 0, 9, 0, 9), b"\x00" * 8])
 def sparse_with_indices_out_of_range() -> bytes:
-    """Sound in its metadata: what arrives points outside of the tensor, and torch would go there."""
+    """The metadata is valid, but the received indices are out of range. torch would not check them."""
     return leaf("sparse", SPARSE, INDICES, VALUES)
 
 
 @attack(BadManifest, payload=[struct.pack("<4q", 0, -1, 0, -1), b"\x00" * 8])
 def sparse_with_negative_indices() -> bytes:
-    """The same, backwards."""
+    """The same with negative indices."""
     return leaf("sparse", SPARSE, INDICES, VALUES)
 
 
@@ -248,13 +248,13 @@ def compressed_with_rows_of_a_terabyte() -> bytes:
 
 @attack(BadManifest, payload=[b"\x00" * 16])
 def sharded_with_placements_that_are_none() -> bytes:
-    """Placements are read by torch, when all has arrived."""
+    """torch parses placements only when the tensor is assembled."""
     return leaf("sharded", traits(SHARDED, all=[[[0], [8], "rank:x/warp"]]), spec())
 
 
 @attack(None)
 def sharded_with_thousands_of_shards() -> bytes:
-    """torch would compare each with each other."""
+    """torch would compare all pairs of shards."""
     size = [2**40, 2**10]
     everybody = [[[0, n], [2**40, 1], f"rank:{n}/cpu"] for n in range(2000)]
     return leaf("sharded", ({"size": size, "shards": []}, {**SHARDED[1], "all": everybody}))

@@ -1,4 +1,4 @@
-"""Pickles: they import, construct, call, confuse the reader before the unpickler, or are too large."""
+"""Pickles that import, construct or call, that parser and unpickler read differently, or that are large."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from tests.hostile.attacks.base import attack
-from torchferry.errors import BadManifest, PeerError, PickleRefused
+from torchferry.errors import PeerError, PickleRefused
 
 CANARY = Path(tempfile.gettempdir()) / f"torchferry-canary-{os.getpid()}"
-"""Every pickle here that gets to run makes this directory."""
+"""Every pickle in this module creates this directory if it is executed."""
 
 PROTO = b"\x80\x04"
 PATH = str(CANARY).encode()
@@ -25,13 +25,13 @@ def text(data: bytes) -> bytes:
 
 @attack(PickleRefused)
 def imports_and_calls() -> bytes:
-    """GLOBAL and REDUCE, the classic."""
+    """GLOBAL and REDUCE, the most common exploit."""
     return CALL
 
 
 @attack(PickleRefused)
 def imports_from_the_stack() -> bytes:
-    """STACK_GLOBAL takes its names from strings, so no opcode shows them."""
+    """STACK_GLOBAL pops its names from the stack, so no opcode has them."""
     return PROTO + text(b"os") + text(b"mkdir") + b"\x93" + text(PATH) + b"\x85R."
 
 
@@ -43,43 +43,43 @@ def imports_by_instance() -> bytes:
 
 @attack(PickleRefused)
 def builds_an_object() -> bytes:
-    """OBJ calls what is on the stack."""
+    """OBJ calls the object on the stack."""
     return b"(cos\nmkdir\nV" + PATH + b"\no."
 
 
 @attack(PickleRefused)
 def with_an_unknown_protocol() -> bytes:
-    """A protocol from the future must not stop the reader, for the unpickler stops only there."""
+    """An unknown protocol must not stop the parser."""
     return b"\x80\xff" + CALL
 
 
 @attack(PickleRefused)
-def behind_a_protocol_said_twice() -> bytes:
-    """PROTO may come again, at any place."""
+def behind_a_repeated_protocol() -> bytes:
+    """PROTO may be repeated anywhere."""
     return b"\x80\x02N0\x80\x05" + CALL
 
 
 @attack(PickleRefused)
 def behind_a_number_that_only_c_reads() -> bytes:
-    """The unpickler reads I0x10 as C does, pickletools can't: the reader must not give up as if it ended."""
+    """The unpickler accepts I0x10, pickletools does not: the parser must not stop there."""
     return b"I0x10\n0" + CALL
 
 
 @attack(PickleRefused)
 def behind_a_number_with_a_nul() -> bytes:
-    """C stops reading a number at a NUL."""
+    """The unpickler ends a number at a NUL."""
     return b"I1\x00\n0" + CALL
 
 
 @attack(PickleRefused)
 def behind_a_float_with_underscores() -> bytes:
-    """Python takes 1_0, and so might one of the two readers."""
+    """Python accepts 1_0, and so might only one of the parser and the unpickler."""
     return b"F1_0\n0" + CALL
 
 
 @attack(PickleRefused)
 def behind_a_string_without_quotes() -> bytes:
-    """What one reader calls malformed, the other may skip."""
+    """The parser may reject a string that the unpickler skips."""
     return b"Sno quotes\n0" + CALL
 
 
@@ -103,49 +103,49 @@ def behind_a_frame_that_never_ends() -> bytes:
 
 @attack(PickleRefused)
 def behind_a_stop_that_is_text() -> bytes:
-    """A STOP inside a string is no STOP."""
+    """A STOP inside a string does not end the pickle."""
     return PROTO + text(b"....") + b"0" + CALL
 
 
-@attack(BadManifest)
+@attack(PickleRefused)
 def behind_the_end() -> bytes:
-    """What comes after STOP is never read."""
+    """The unpickler does not read beyond STOP."""
     return b"N." + CALL
 
 
-@attack(BadManifest)
+@attack(PickleRefused)
 def behind_a_byte_that_is_no_opcode() -> bytes:
-    """Both readers end there."""
+    """Both the parser and the unpickler end there."""
     return b"N0\xfe" + CALL
 
 
 @attack(PickleRefused)
 def calls_an_extension() -> bytes:
-    """EXT4 names a global by a number that some library has registered."""
+    """EXT4 refers to a global by a number that a library may have registered."""
     return PROTO + b"\x84\x01\x00\x00\x00."
 
 
 @attack(PickleRefused)
 def asks_for_a_persistent_object() -> bytes:
-    """PERSID calls whatever the unpickler has for it."""
+    """PERSID calls the unpickler's persistent_load."""
     return b"Pname\n."
 
 
 @attack(PickleRefused)
-def remembers_at_a_huge_number() -> bytes:
-    """LONG_BINPUT makes the unpickler set aside a memo of 8 GiB."""
+def writes_a_huge_memo_entry() -> bytes:
+    """LONG_BINPUT makes the unpickler allocate a memo of 8 GiB."""
     return PROTO + b"]r\xff\xff\xff\x3f."
 
 
 @attack(PickleRefused)
-def remembers_at_a_huge_number_in_text() -> bytes:
+def writes_a_huge_memo_entry_in_text() -> bytes:
     """PUT does the same."""
     return b"]p1000000000\n."
 
 
 @attack(PickleRefused)
 def claims_a_huge_bytearray() -> bytes:
-    """BYTEARRAY8 sets aside what it says before it looks whether it is there."""
+    """BYTEARRAY8 allocates the claimed size before it checks the data."""
     return b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"."
 
 
@@ -169,24 +169,24 @@ def claims_a_negative_length() -> bytes:
 
 @attack(PickleRefused)
 def hashes_nested_tuples() -> bytes:
-    """A set of tuples in tuples, each twice the same: its hash takes 2**60 steps."""
+    """A set of nested tuples with repeated items: its hash needs 2**60 steps."""
     return PROTO + b"\x8f(K\x01" + b"2\x86" * 60 + b"\x90."
 
 
-@attack(BadManifest)
+@attack(PickleRefused)
 def nests_shared_tuples() -> bytes:
-    """The same without a hash: small, as long as nobody walks through it, shows it or compares it."""
+    """The same without a hash. It must not be traversed, printed or compared."""
     return PROTO + b"K\x01" + b"2\x86" * 20_000 + b"."
 
 
-@attack(BadManifest)
+@attack(PickleRefused)
 def nests_lists_deep() -> bytes:
-    """Thirty thousand lists in each other: freeing them must not overflow the stack."""
+    """Thirty thousand nested lists: freeing them must not overflow the stack."""
     return PROTO + b"]" * 30_000 + b"a" * 29_999 + b"."
 
 
 @attack(PickleRefused)
-def laughs_a_billion_times() -> bytes:
+def has_millions_of_references_to_one_list() -> bytes:
     """Two hundred megabytes of references to one list: minutes to read, 1.6 GB to load."""
     return PROTO + b"]\x94(" + b"h\x00" * (100 << 20) + b"e."
 
@@ -197,21 +197,21 @@ def makes_millions_of_lists() -> bytes:
     return PROTO + b"(" + b"]" * (64 << 20) + b"l."
 
 
-@attack(BadManifest)
+@attack(PickleRefused)
 def pops_an_empty_stack() -> bytes:
-    """The unpickler's own checks are relied on for this."""
+    """The unpickler itself checks this."""
     return b"0000."
 
 
-@attack(BadManifest)
-def takes_what_was_never_put() -> bytes:
+@attack(PickleRefused)
+def reads_an_unset_memo_entry() -> bytes:
     """GET of a number that is not in the memo."""
     return b"g123456789\n."
 
 
 @attack(PeerError)
 def is_a_number_of_many_digits() -> bytes:
-    """Quadratic in Python, but for its limit."""
+    """Parsing is quadratic in Python, apart from its limit of digits."""
     return b"L" + b"9" * 60_000 + b"L\n."
 
 

@@ -1,4 +1,4 @@
-"""Trees: too deep, too wide, with cycles, two children of one name, or names that fill the memory."""
+"""Trees: too deep, too wide, with cycles, duplicate keys, or keys that exhaust time or memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PRIME = 2**61 - 1
 
 
 def big(number: int) -> Special:
-    """An int in the encoding that is meant for large ones."""
+    """Return an int in the encoding for large ints."""
     return Special(2, pack(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)))
 
 
 @attack()
 def nests_messagepack() -> bytes:
-    """A million arrays in each other."""
+    """A million nested arrays."""
     return framed(b"\x91" * 1_000_000 + b"\xc0")
 
 
 @attack()
 def nests_messagepack_in_a_value() -> bytes:
-    """The same where anything may stand."""
+    """The same in a field of any type."""
     return framed(
         b"\x92\x95\xff\x91\x92\xa4list\x91\x00\x91\x94\xa5value\x90\xc0"
         + b"\x91" * 500_000
@@ -44,7 +44,7 @@ def nests_maps_in_keys() -> bytes:
 
 @attack()
 def is_a_chain_that_is_too_deep() -> bytes:
-    """One branch more than allowed."""
+    """One level more than allowed."""
     depth = MAX_DEPTH + 1
     chain = tuple(Branch("list", (~(n + 1) if n + 1 < depth else 0,)) for n in range(depth))
     return frame_of(Manifest(-1, chain, ONE, (), ()))
@@ -52,14 +52,14 @@ def is_a_chain_that_is_too_deep() -> bytes:
 
 @attack()
 def is_a_chain_of_a_hundred_thousand() -> bytes:
-    """Checked without recursion, and refused."""
+    """The check must not recurse."""
     depth = 100_000
     chain = tuple(Branch("list", (~(n + 1) if n + 1 < depth else 0,)) for n in range(depth))
     return frame_of(Manifest(-1, chain, ONE, (), ()))
 
 
 def deep(bottom: Branch, key: str | int = 0) -> Manifest:
-    """A chain of the greatest depth that ends in a branch of many."""
+    """Return a chain of the maximum depth that ends in a given branch."""
     depth = MAX_DEPTH - 1
     chain = tuple(Branch("dict", (~(n + 1),), (key,)) for n in range(depth))
     return Manifest(-1, (*chain, bottom), ONE, (), ())
@@ -67,19 +67,19 @@ def deep(bottom: Branch, key: str | int = 0) -> Manifest:
 
 @attack()
 def has_a_million_places_at_the_end_of_a_chain() -> bytes:
-    """One byte on the wire, and a path of two kilobytes in memory."""
+    """Each place is one byte of metadata, but its path has two kilobytes."""
     return frame_of(deep(Branch("list", (0,) * 1_000_000)))
 
 
 @attack()
 def has_long_names_on_the_way_to_many_places() -> bytes:
-    """A megabyte of name, two hundred and fifty times, for each of a thousand places."""
+    """A thousand places whose paths have two hundred and fifty keys of a megabyte."""
     return frame_of(deep(Branch("list", (0,) * 1000), "n" * (1 << 18)))
 
 
 @attack()
 def puts_a_leaf_of_many_parts_in_many_places() -> bytes:
-    """A hundred thousand places, a hundred thousand tensors in each."""
+    """A hundred thousand places of a leaf with a hundred thousand tensors."""
     from tests.hostile.attacks.base import spec
 
     return frame_of(
@@ -95,8 +95,8 @@ def puts_a_leaf_of_many_parts_in_many_places() -> bytes:
 
 @attack()
 def puts_a_large_value_in_many_places() -> bytes:
-    """A set that takes a tenth of a second to decode, ten thousand times. It is decoded once: not even wrong,
-    but for the branch, which is."""
+    """A set that needs a tenth of a second to decode, in ten thousand places. It must be decoded once; only
+    the branch is invalid."""
     members = Special(20, pack(list(range(100_000))))
     return frame_of(
         Manifest(-1, (Branch("hologram", (0,) * 10_000),), (Leaf("value", traits=members),), (), ())
@@ -160,13 +160,13 @@ attacks(
 
 @attack()
 def has_keys_that_collide() -> bytes:
-    """A hundred thousand ints of one hash: one megabyte, and minutes to make a dict of."""
+    """A hundred thousand ints with one hash: one megabyte, but a dict of them needs minutes."""
     keys = tuple(big(n * PRIME) for n in range(8, 100_008))
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 def colliding_pairs(count: int) -> list[tuple[int, int]]:
-    """Tuples of two ints with one hash: Python's hash of a tuple can be solved for its second item."""
+    """Return pairs of ints with one hash: Python's hash of a tuple can be solved for its second item."""
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = 2**64 - 1
 
@@ -198,7 +198,7 @@ def has_a_set_of_tuples_that_collide() -> bytes:
 
 @attack()
 def has_strides_that_collide() -> bytes:
-    """Tensors of one item, all of other strides and those of one hash: the cache of patterns is a table."""
+    """Tensors with different strides that have one hash, for the cache of patterns, which is a dict."""
     from tests.hostile.attacks.base import spec, tensors
 
     return tensors(*(spec((1, 1), pair, storage=0) for pair in colliding_pairs(50_000)), storages=(4,))
@@ -206,48 +206,48 @@ def has_strides_that_collide() -> bytes:
 
 @cache
 def crowding_keys(bits: int) -> tuple[int, ...]:
-    """Numbers of all different hashes that still get in each other's way in a dict.
+    """Return numbers with different hashes whose probes collide in a dict.
 
-    Where a place is taken, Python goes on to five times it and one more, and to the number's higher bits. So
-    take a third of such a way, and then numbers that come upon it with every step until those bits are spent.
+    If a slot is used, Python probes slot 5 * slot + 1 plus the number's higher bits. The result has a third
+    of such a chain of slots, and then numbers whose probes stay on it until their higher bits are zero.
     """
-    mask, way = (1 << bits) - 1, [1]
-    while len(way) < mask // 3:
-        way.append((5 * way[-1] + 1) & mask)
-    # Not a dict or set of them, for it is these that take so long to look up in one.
-    on_way = bytearray(mask + 1)
-    for at in way:
-        on_way[at] = 1
+    mask, chain = (1 << bits) - 1, [1]
+    while len(chain) < mask // 3:
+        chain.append((5 * chain[-1] + 1) & mask)
+    # Not a set, because lookups of these numbers in a set are slow.
+    on_chain = bytearray(mask + 1)
+    for at in chain:
+        on_chain[at] = 1
     late: list[int] = []
     number = mask
     while len(late) < mask // 3:
         number += 1
         rest, at = number, number & mask
-        while on_way[at] and rest:
+        while on_chain[at] and rest:
             rest >>= 5
             at = (5 * at + rest + 1) & mask
-        if on_way[at]:
+        if on_chain[at]:
             late.append(number)
-    return (*way, *late)
+    return (*chain, *late)
 
 
 @attack()
-def has_keys_that_crowd() -> bytes:
-    """No two of one hash, in half a megabyte: many seconds for each dict that is made of them."""
+def has_keys_with_colliding_probes() -> bytes:
+    """Half a megabyte of keys with different hashes, but each dict of them needs many seconds."""
     keys = crowding_keys(17)
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 @attack()
-def has_keys_that_crowd_and_lie_close() -> bytes:
-    """The same, and then all the numbers between them: in the end they lie without a gap."""
+def has_dense_keys_with_colliding_probes() -> bytes:
+    """The same, followed by all numbers between them."""
     first = crowding_keys(16)
     keys = tuple(dict.fromkeys((*first, *range(max(first)))))
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 @attack()
-def has_keys_that_crowd_behind_texts() -> bytes:
+def has_keys_with_colliding_probes_after_texts() -> bytes:
     """A dict that begins with texts has a table of another size."""
     texts = tuple(f"{number}" for number in range(3_000))
     keys: tuple[str | int, ...] = (*texts, *crowding_keys(17))
@@ -255,14 +255,14 @@ def has_keys_that_crowd_behind_texts() -> bytes:
 
 
 @attack()
-def has_numbers_that_crowd_once_decoded() -> bytes:
-    """In the encoding that is meant for large ones, where only their bytes are compared at first."""
+def has_encoded_numbers_with_colliding_probes() -> bytes:
+    """The same in the encoding for large ints, of which the decoder compares the bytes first."""
     keys = tuple(big(number) for number in crowding_keys(17))
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
 @attack()
-def has_a_set_that_crowds() -> bytes:
+def has_a_set_with_colliding_probes() -> bytes:
     """The same in a set inside a value."""
     from tests.hostile.attacks.base import value
 
@@ -270,7 +270,7 @@ def has_a_set_that_crowds() -> bytes:
 
 
 @attack()
-def has_floats_that_crowd() -> bytes:
+def has_floats_with_colliding_probes() -> bytes:
     """A float without fraction has the hash of its int."""
     from tests.hostile.attacks.base import value
 
@@ -279,14 +279,14 @@ def has_floats_that_crowd() -> bytes:
 
 @attack(BadManifest)
 def has_a_dict_with_keys_that_collide_in_a_value() -> bytes:
-    """And in a dict that is the attributes of a container."""
+    """The same in the attributes of a container."""
     pairs = [[big(n * PRIME), None] for n in range(8, 60_008)]
     return container(Branch("odict", (0,), ("a",), Special(18, pack(pairs))))
 
 
 @attack(None)
 def has_very_many_leaves() -> bytes:
-    """Honest in form: a hundred thousand leaves, in time and memory that its size accounts for."""
+    """A valid frame of a hundred thousand leaves: time and memory must be proportional to its size."""
     count = 100_000
     return frame_of(Manifest(-1, (Branch("list", tuple(range(count))),), ONE * count, (), ()))
 
@@ -294,26 +294,26 @@ def has_very_many_leaves() -> bytes:
 MANY = 8_000_000
 
 HEAD = b"\x92\x95\xff"
-"""An envelope of two fields, its manifest, and the root: the first branch."""
+"""The beginning of a frame of two fields: the manifest, whose root is the first branch."""
 
 
 def many(item: bytes, count: int = MANY) -> bytes:
-    """An array of the same many times."""
+    """Return an array of many equal items."""
     return b"\xdd" + count.to_bytes(4, "big") + item * count
 
 
 def with_keys(keys: bytes) -> bytes:
-    """A frame with one dict, and these for its keys."""
+    """Return a frame of one dict with these keys."""
     return framed(HEAD + b"\x91\x94\xa4dict\x91\x00" + keys + b"\xc0\x91\x91\xa5value\x90\x90\x10")
 
 
 def with_extra(extra: bytes) -> bytes:
-    """A frame with one list, and this beside its items."""
+    """Return a frame of one list with this extra field."""
     return framed(HEAD + b"\x91\x94\xa4list\x91\x00\xc0" + extra + b"\x91\x91\xa5value\x90\x90\x10")
 
 
 def with_leaf(fixed: bytes, traits: bytes, kind: bytes = b"\xa5value") -> bytes:
-    """A frame with one leaf, and these for its form and traits."""
+    """Return a frame of one leaf with these fixed fields and traits."""
     return framed(
         HEAD + b"\x91\x92\xa4list\x91\x00\x91\x94" + kind + b"\x90" + fixed + traits + b"\x90\x90\x10"
     )

@@ -1,4 +1,4 @@
-"""Values: codes that are not known, payloads that are another type's, nests of them, and numpy's dtypes."""
+"""Values: unknown codes, payloads of other types, nested values, and numpy's dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mode(enum.Enum):
 
 
 class Switches(enum.IntFlag):
-    """Registered while the attacks run. Keeps bits that it has no names for."""
+    """Registered while the attacks run. It keeps unnamed bits."""
 
     A = 1
     B = 2
@@ -53,12 +53,12 @@ REGISTERED: tuple[type, ...] = (Mode, Switches, Loader, Point, Nothing)
 
 
 def special(code: int, payload: object) -> bytes:
-    """The frame of one value of a code."""
+    """Return the frame of one special value."""
     return value(Special(code, pack(payload)))
 
 
 def nested(code: int, depth: int, inside: object = None) -> Special:
-    """Specials in each other, each the only item of the next."""
+    """Return nested specials, each the only item of the next."""
     found: object = inside
     for _ in range(depth):
         found = Special(code, pack([found]))
@@ -67,7 +67,7 @@ def nested(code: int, depth: int, inside: object = None) -> Special:
 
 
 def dtype(descr: object) -> bytes:
-    """The frame of one numpy scalar."""
+    """Return the frame of one numpy scalar."""
     return special(41, [descr, b"\x00" * 8])
 
 
@@ -83,7 +83,7 @@ _PAYLOADS: dict[str, object] = {
     "a_nan": float("nan"),
     "bytes": b"\xff" * 7,
 }
-# What the one type makes of the other's payload is no mistake.
+# Payloads that are valid for both types.
 _HARMLESS = {(2, "bytes"), (4, "bytes")}
 
 attacks(
@@ -113,7 +113,7 @@ attacks(
         "is_a_dict_with_a_key_twice": lambda: special(18, [["a", 1], ["a", 2]]),
         "is_a_dict_of_a_list": lambda: special(18, [[Special(17, pack([])), 1]]),
         "is_an_ordered_dict_with_attributes_of_numbers": lambda: special(19, [[], [[1, 2]]]),
-        "is_a_range_of_no_step": lambda: special(5, [0, 1, 0]),
+        "is_a_range_with_step_zero": lambda: special(5, [0, 1, 0]),
         "is_a_size_of_texts": lambda: special(32, ["4"]),
         "is_a_device_that_is_not_known": lambda: special(37, "warp:drive"),
         "is_a_device_of_a_huge_number": lambda: special(37, "cuda:99999999999999999999"),
@@ -150,31 +150,31 @@ attacks(
 
 @attack(None)
 def is_a_flag_of_unknown_bits() -> bytes:
-    """An IntFlag keeps them, so they may travel."""
+    """An IntFlag keeps them, so they are accepted."""
     return special(40, [NAME + "Switches", 2**60])
 
 
 @attack(BadManifest)
 def is_nested_with_a_large_core() -> bytes:
-    """Two hundred levels around eight megabytes: copied at each level it would be gigabytes."""
+    """Two hundred levels around eight megabytes. A copy at each level would need gigabytes."""
     return value(nested(16, 190, Special(99, b"\x00" * (8 << 20))))
 
 
 @attack(None)
 def is_a_large_number() -> bytes:
-    """An int of four megabytes: nothing may print it, or compute with it."""
+    """An int of four megabytes, which must not be printed or computed with."""
     return special(2, b"\x7f" * (4 << 20))
 
 
 @attack(BadManifest)
 def is_a_large_number_as_a_flag() -> bytes:
-    """Python writes the number into its error."""
+    """Python's error message would have the whole number."""
     return special(40, [NAME + "Mode", Special(2, pack(b"\x7f" * (1 << 20)))])
 
 
 @attack(PickleRefused)
 def is_pickled() -> bytes:
-    """A leaf that is a pickle, in a frame that is none."""
+    """A pickled leaf in a frame that is not a pickle."""
     from tests.hostile.attacks.base import frame_of, one_value
     from tests.hostile.attacks.pickles import CALL
 
@@ -183,7 +183,7 @@ def is_pickled() -> bytes:
 
 @attack(PeerError)
 def is_pickled_and_no_bytes() -> bytes:
-    """And one that is not even bytes."""
+    """A pickled leaf that is not bytes."""
     from tests.hostile.attacks.base import frame_of, one_value
 
     return frame_of(one_value(["x"], kind="pickled"))
@@ -199,47 +199,47 @@ def is_opaque() -> bytes:
 
 @attack(UnknownType)
 def names_a_type_that_can_be_imported() -> bytes:
-    """Only what is registered is ever looked up."""
+    """Only registered types are looked up."""
     return container(Branch("dataclass", (0,), ("args",), "subprocess.Popen"))
 
 
 @attack()
 def names_a_type_by_a_list() -> bytes:
-    """What can't be a key of any registry."""
+    """A list can't be a key of the registry."""
     return container(Branch("namedtuple", (0,), ("x",), [1]))  # type: ignore[arg-type]
 
 
 @attack(UnknownType)
 def names_a_type_by_a_tuple() -> bytes:
-    """What could be a key, and is no name."""
+    """A tuple could be a key of the registry, but is not a name."""
     return container(Branch("namedtuple", (0,), ("x",), Special(16, pack([1]))))
 
 
 @attack(UnknownType)
 def is_a_dataclass_of_other_fields() -> bytes:
-    """Fields that the class here does not have."""
+    """Fields that the local class does not have."""
     return container(Branch("dataclass", (0, 0), ("epoch", "__class__"), NAME + "Loader"))
 
 
 @attack(UnknownType)
 def is_a_dataclass_with_a_field_missing() -> bytes:
-    """Fewer than it has."""
+    """One field less than the local class has."""
     return container(Branch("dataclass", (0,), ("epoch",), NAME + "Loader"))
 
 
 @attack(UnknownType)
 def is_a_dataclass_with_fields_that_are_no_names() -> bytes:
-    """Fields by number, and by a megabyte."""
+    """Field names that are a number and a text of a megabyte."""
     return container(Branch("dataclass", (0, 0), (1, "x" * (1 << 20)), NAME + "Loader"))
 
 
 @attack()
 def is_a_namedtuple_without_keys() -> bytes:
-    """Items, but no names for them."""
+    """Items without names."""
     return container(Branch("namedtuple", (0, 0), None, NAME + "Nothing"))
 
 
 @attack()
 def is_a_dataclass_that_is_an_enum() -> bytes:
-    """A registered type of another sort."""
+    """A registered type that is not a dataclass."""
     return container(Branch("dataclass", (0,), ("TRAIN",), NAME + "Mode"))

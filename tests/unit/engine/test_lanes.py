@@ -33,31 +33,31 @@ def one_wait(pending: Pending) -> Steps[str]:
 
 
 def test_only_the_first_end_of_a_lane_counts() -> None:
-    told: list[BaseException] = []
-    lane: Lane[str] = Lane(Progress(1), Cancellation(), one_wait(Never()), on_failure=told.append)
+    failures: list[BaseException] = []
+    lane: Lane[str] = Lane(Progress(1), Cancellation(), one_wait(Never()), on_failure=failures.append)
     first, second = LinkStalled("first"), LinkTimeout("second")
     lane.settle(None, first)
     lane.settle(None, second)
     lane.settle("value", None)
-    assert (lane.error, lane.value, told) == (first, None, [first])
+    assert (lane.error, lane.value, failures) == (first, None, [first])
 
 
 def test_cancelled_lanes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lanes work when their deadline passes, and none of them stops."""
     monkeypatch.setattr(lanes, "_STOP_S", 0.3)
-    enough = threading.Event()
+    stop = threading.Event()
 
     def works() -> Steps[None]:
-        enough.wait(10)
+        stop.wait(10)
         yield Never()
 
     busy: list[Lane[None]] = [Lane(Progress(peer), Cancellation(), works()) for peer in (1, 2, 3)]
     runner = ThreadRunner()
     limits = Limits(runner.now_s())
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     run_lanes(MemoryNetwork().link(0), busy, limits, runner)
-    waited_s = time.monotonic() - began_s
-    enough.set()
+    waited_s = time.monotonic() - started_s
+    stop.set()
     assert [type(lane.error) for lane in busy] == [LinkTimeout] * 3
     assert all(lane.cancellation.is_set for lane in busy)
     assert 0.3 <= waited_s < 0.9

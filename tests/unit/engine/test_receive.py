@@ -1,4 +1,4 @@
-"""Receiving: everything that can be checked is checked before the payload, and a refusal drains."""
+"""Receiving: the frame is checked before the payload, and a rejected payload is drained."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from torchferry.tensors import registry
 from torchferry.testing import MemoryLink, MemoryNetwork
 
 
-def sent(state: object, **terms: Any) -> MemoryNetwork:
+def sent(state: object, **options: Any) -> MemoryNetwork:
     network = MemoryNetwork()
-    send_state(network.link(0), [1], state, SendOptions(5, MAX_METADATA_BYTES, **terms))
+    send_state(network.link(0), [1], state, SendOptions(5, MAX_METADATA_BYTES, **options))
     return network
 
 
@@ -43,9 +43,9 @@ def sent_frame(frame: bytes, length: int | None = None) -> MemoryNetwork:
     return network
 
 
-def receive(network: MemoryNetwork, **terms: Any) -> Any:
+def receive(network: MemoryNetwork, **options: Any) -> Any:
     state, _ = receive_state(
-        network.link(1), 0, ReceiveOptions(terms.pop("timeout_s", 5), MAX_METADATA_BYTES, **terms)
+        network.link(1), 0, ReceiveOptions(options.pop("timeout_s", 5), MAX_METADATA_BYTES, **options)
     )
     return state
 
@@ -59,11 +59,11 @@ SPEC = TensorSpec("float32", 4, (2, 2), (2, 1), 0, 0)
 
 
 def raising() -> object:
-    raise KeyError("the callback's own")
+    raise KeyError("an error of the callback")
 
 
 class Checked:
-    """A field that takes nothing but tensors, and complains in its own way."""
+    """A field that accepts only tensors."""
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return None if instance is None else instance.__dict__["field"]
@@ -74,12 +74,12 @@ class Checked:
 
 
 @dataclasses.dataclass
-class Particular:
+class WithCheckedField:
     field: Checked = Checked()
 
 
 @pytest.mark.parametrize(
-    ("terms", "error"),
+    ("options", "error"),
     [
         (
             {"local_state": lambda: {"a": torch.zeros(9), "b": torch.zeros(3, dtype=torch.int64)}},
@@ -89,38 +89,40 @@ class Particular:
         ({"local_state": raising}, KeyError),
     ],
 )
-def test_a_refusal_takes_every_message_so_that_the_sender_finishes(
-    terms: dict[str, Any], error: type[Exception]
+def test_a_receiver_that_rejects_a_state_drains_every_message(
+    options: dict[str, Any], error: type[Exception]
 ) -> None:
     network = sent(STATE, step=3)
     with pytest.raises(error):
-        receive(network, **terms)
+        receive(network, **options)
     assert waiting_messages(network) == 0
 
 
-def test_what_can_not_be_worked_out_ahead_is_no_trouble_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_type_that_rejects_placeholders_does_not_hide_the_mismatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(registry, "_types", {})
-    registry.register(Particular)
-    local = {**STATE, "c": Particular(torch.ones(2))}
+    registry.register(WithCheckedField)
+    local = {**STATE, "c": WithCheckedField(torch.ones(2))}
     network = sent(STATE)
     with pytest.raises(StateMismatch, match=r"c\.field"):
         receive(network, local_state=lambda: local)
     assert waiting_messages(network) == 0
 
 
-def test_a_refusal_says_with_whom_and_in_which_phase() -> None:
+def test_a_mismatch_names_the_peer_and_the_phase() -> None:
     with pytest.raises(StateMismatch) as raised:
         receive(sent(STATE), local_state=lambda: {"a": torch.zeros(10)})
     assert (raised.value.peer, raised.value.phase) == (0, "compare")
 
 
-def test_a_step_that_was_not_asked_for_is_no_matter() -> None:
+def test_a_step_is_ignored_if_none_is_requested() -> None:
     assert list(receive(sent(STATE, step=3))) == ["a", "b"]
     assert list(receive(sent(STATE, step=3), step=3)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("length", [0, -5, MAX_METADATA_BYTES + 1, 2**62])
-def test_a_length_is_checked_before_it_is_believed(length: int) -> None:
+def test_an_invalid_length_is_rejected(length: int) -> None:
     with pytest.raises(BadManifest, match=str(length)):
         receive(sent_frame(b"", length))
 
@@ -132,7 +134,7 @@ def one_tensor(**changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("frame", "complaint"),
+    ("frame", "reason"),
     [
         (one_tensor(dtype="float31"), "float31"),
         (one_tensor(dtype="int64"), "int64 has 8 bytes"),
@@ -141,39 +143,37 @@ def one_tensor(**changes: Any) -> bytes:
         (encode(Frame(Manifest(0, (), (Leaf("hologram"),), (), ()), 1 << 20)), "hologram"),
     ],
 )
-def test_what_cannot_be_built_here_is_refused_by_path_before_the_payload(
-    frame: bytes, complaint: str
-) -> None:
-    # The refusal drains, and no payload comes, so the deadline ends it; what is raised is the refusal.
-    with pytest.raises(BadManifest, match=complaint):
+def test_a_leaf_that_can_t_be_built_is_rejected_before_the_payload(frame: bytes, reason: str) -> None:
+    # The receiver drains until the deadline, because no payload arrives. It still raises the first error.
+    with pytest.raises(BadManifest, match=reason):
         receive(sent_frame(frame), timeout_s=0.1)
 
 
-def test_a_state_too_large_for_memory_is_said_so_and_drained() -> None:
+def test_a_state_too_large_for_memory_is_rejected_and_drained() -> None:
     spec = TensorSpec("uint8", 1, (2,), (2**60,), 0, 0)
     frame = encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (spec,), (2**60 + 1,)), 1 << 20))
     with pytest.raises(StateError, match="no memory"):
         receive(sent_frame(frame), timeout_s=0.1)
 
 
-def test_nothing_that_comes_is_waited_for_longer_than_the_deadline() -> None:
+def test_a_wait_for_a_frame_ends_at_the_deadline() -> None:
     with pytest.raises(LinkTimeout) as raised:
         receive(MemoryNetwork(), timeout_s=0.05, question="Is rank {peer} there?")
     assert (raised.value.peer, raised.value.phase) == (0, "wait")
     assert "Is rank 0 there? The timeout was 0.05 s" in str(raised.value)
 
 
-def test_waiting_for_another_transfer_with_the_same_peer_is_booked_as_waiting() -> None:
+def test_a_wait_for_another_transfer_with_the_same_peer_is_in_the_phase_wait() -> None:
     link = MemoryNetwork().link(1)
-    terms = ReceiveOptions(timeout_s=0.05, max_metadata_bytes=1000)
+    options = ReceiveOptions(timeout_s=0.05, max_metadata_bytes=1000)
     with link.frames(0, "receive", 1.0), pytest.raises(LinkTimeout) as raised:
-        receive_state(link, 0, terms)
+        receive_state(link, 0, options)
     assert (raised.value.peer, raised.value.phase) == (0, "wait")
     assert "another transfer with rank 0" in str(raised.value)
     assert "The timeout was 0.05 s" in str(raised.value)
 
 
-def test_a_peer_that_was_heard_of_is_not_asked_after() -> None:
+def test_the_question_is_left_out_once_the_peer_has_sent_a_message() -> None:
     network = MemoryNetwork()
     network.link(0).send(torch.tensor([100]), 1, LENGTH_TAG)
     with pytest.raises(LinkTimeout) as raised:
@@ -181,7 +181,7 @@ def test_a_peer_that_was_heard_of_is_not_asked_after() -> None:
     assert "nothing came from rank 0 in time. The timeout was 0.05 s" in str(raised.value)
 
 
-def test_a_type_that_is_not_registered_here_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unregistered_type_is_named_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     import collections
 
     point = collections.namedtuple("point", "x y")
@@ -200,7 +200,7 @@ def test_every_error_of_a_transfer_is_a_ferry_error() -> None:
         receive(sent_frame(b"not metadata at all"), timeout_s=0.1)
 
 
-def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
+def test_only_written_tensors_get_a_new_version_for_autograd() -> None:
     local = {"a": torch.zeros(10), "mine": torch.zeros(3)}
     before = [tensor._version for tensor in local.values()]
     receive(sent(STATE), local_state=lambda: local, strict=False)
@@ -209,19 +209,19 @@ def test_autograd_is_told_of_what_was_written_and_of_nothing_else() -> None:
 
 
 def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
-    """Let something that is not ours go wrong when so many messages have arrived."""
-    arrived = [0]
+    """Raise `error` at the digest of message number `number`."""
+    hashed = [0]
 
     def fail(buffer: torch.Tensor, sizes: list[int]) -> list[int]:
-        arrived[0] += 1
-        if arrived[0] == number:
+        hashed[0] += 1
+        if hashed[0] == number:
             raise error
         return digests(buffer, sizes)
 
     monkeypatch.setattr(sink, "digests", fail)
 
 
-def test_an_error_that_is_not_ours_says_that_it_left_the_state_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_error_during_the_payload_raises_target_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
     with pytest.raises(TargetTorn, match="RuntimeError: out of memory") as raised:
@@ -231,7 +231,7 @@ def test_an_error_that_is_not_ours_says_that_it_left_the_state_torn(monkeypatch:
     assert (raised.value.peer, raised.value.phase) == (0, "receive tensors")
 
 
-def test_what_ends_the_program_is_left_to_do_so_and_noted_what_it_did(
+def test_system_exit_is_raised_with_a_note_about_the_torn_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network, local = sent(STATE), {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
@@ -241,7 +241,7 @@ def test_what_ends_the_program_is_left_to_do_so_and_noted_what_it_did(
     assert "the local state is torn" in raised.value.__notes__[0]
 
 
-def test_paths_that_are_dropped_are_no_part_of_what_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_paths_are_not_listed_in_target_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     network, local = sent(STATE), {"a": torch.zeros(10)}
     failing_digest(monkeypatch, 2, RuntimeError("out of memory"))
     with pytest.raises(TargetTorn) as raised:
@@ -249,14 +249,14 @@ def test_paths_that_are_dropped_are_no_part_of_what_is_torn(monkeypatch: pytest.
     assert (raised.value.whole, raised.value.torn, raised.value.untouched) == (("a",), (), ())
 
 
-def test_an_error_that_touched_nothing_is_not_its_own_cause() -> None:
+def test_an_error_without_a_written_byte_has_no_cause() -> None:
     envelope = encode(Frame(Manifest(0, (), (Leaf("tensor", (0,)),), (SPEC,), (16,)), 1 << 20))
     with pytest.raises(LinkTimeout, match="nothing was overwritten") as raised:
         receive(sent_frame(envelope), local_state=lambda: torch.zeros(2, 2).t(), timeout_s=0.1)
     assert raised.value.__cause__ is None
 
 
-def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
+def test_a_failure_during_assembly_raises_target_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object, **__: object) -> object:
@@ -270,7 +270,7 @@ def test_a_failure_in_putting_the_state_together_says_that_it_is_torn(
     assert raised.value.phase == "assemble"
 
 
-def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_paths_may_have_unregistered_types(monkeypatch: pytest.MonkeyPatch) -> None:
     import collections
 
     point = collections.namedtuple("point", "x y")
@@ -286,7 +286,7 @@ def test_what_is_dropped_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
-def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str) -> None:
+def test_invalid_sparse_indices_are_rejected_in_place(layout: str) -> None:
     def sparse() -> torch.Tensor:
         tensor = torch.eye(3)
         return tensor.to_sparse() if layout == "coo" else getattr(tensor, f"to_sparse_{layout}")()
@@ -299,19 +299,19 @@ def test_sparse_indices_that_point_nowhere_are_refused_in_place_too(layout: str)
     assert isinstance(raised.value.__cause__, BadManifest)
 
 
-def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
+def test_a_path_whose_copy_failed_is_not_listed_as_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {f"t{n:03}": torch.full((1000,), n, dtype=torch.int32) for n in range(600)}
     original, calls = sink.scatter, []  # type: ignore[attr-defined]
 
-    def freed_at_the_second(memories: Any, pieces: Any, buffer: Any) -> None:
+    def fail_at_the_second(memories: Any, pieces: Any, buffer: Any) -> None:
         calls.append(len(pieces))
         if len(calls) == 2:
             raise StateError("the memory of a tensor was freed during the transfer")
         original(memories, pieces, buffer)
 
-    monkeypatch.setattr(sink, "scatter", freed_at_the_second)
+    monkeypatch.setattr(sink, "scatter", fail_at_the_second)
     local = {key: torch.zeros_like(value) for key, value in state.items()}
     with pytest.raises(TargetTorn, match="freed") as raised:
         receive(sent(state, hash_first_bytes=1 << 30), local_state=lambda: local)
@@ -319,7 +319,7 @@ def test_what_could_not_be_put_where_it_belongs_is_not_called_whole(
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
 
 
-class Freeing(MemoryLink):
+class FreeingLink(MemoryLink):
     """Frees a tensor's memory after its first message, as sharded training does."""
 
     def __init__(self, network: MemoryNetwork, rank: int, tensor: torch.Tensor) -> None:
@@ -347,30 +347,32 @@ class Freeing(MemoryLink):
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("nbytes", [1000, 48_000_000])
-def test_memory_that_is_freed_once_its_bytes_have_come_is_not_read(nbytes: int, verify: bool) -> None:
+def test_memory_that_is_freed_after_a_receive_is_not_read(nbytes: int, verify: bool) -> None:
     local = torch.zeros(nbytes, dtype=torch.uint8)
     network = sent({"a": torch.ones(nbytes, dtype=torch.uint8)}, verify=verify)
-    terms = ReceiveOptions(5, MAX_METADATA_BYTES, local_state=lambda: {"a": local}, verify=verify)
+    options = ReceiveOptions(5, MAX_METADATA_BYTES, local_state=lambda: {"a": local}, verify=verify)
     with pytest.raises(TargetTorn, match="freed during the transfer"):
-        receive_state(Freeing(network, 1, local), 0, terms)
+        receive_state(FreeingLink(network, 1, local), 0, options)
 
 
-def test_memory_that_is_freed_once_it_was_sent_is_not_read() -> None:
+def test_memory_that_is_freed_after_a_send_is_not_read() -> None:
     state = torch.ones(48_000_000, dtype=torch.uint8)
     with pytest.raises(StateError, match="freed during the transfer"):
-        send_state(Freeing(MemoryNetwork(), 0, state), [1], {"a": state}, SendOptions(5, MAX_METADATA_BYTES))
+        send_state(
+            FreeingLink(MemoryNetwork(), 0, state), [1], {"a": state}, SendOptions(5, MAX_METADATA_BYTES)
+        )
 
 
-def test_another_transfer_s_seal_is_not_taken_for_one_s_own() -> None:
+def test_a_digest_block_of_another_transfer_is_not_accepted() -> None:
     network = MemoryNetwork()
     link = network.link(0)
-    terms = SendOptions(10, MAX_METADATA_BYTES)
+    options = SendOptions(10, MAX_METADATA_BYTES)
     state = {"a": torch.ones(3 << 20, dtype=torch.uint8)}
-    send_state(link, [1], state, terms)
+    send_state(link, [1], state, options)
     boxes = {address: list(box) for address, box in network._boxes.items() if box}
-    # The same again, as if by another process with the same number: bytes and seals fit each other.
+    # The payload of another process with the same serial number: its messages match its digest blocks.
     other = MemoryNetwork()
-    send_state(other.link(0), [1], {"a": torch.full((3 << 20,), 2, dtype=torch.uint8)}, terms)
+    send_state(other.link(0), [1], {"a": torch.full((3 << 20,), 2, dtype=torch.uint8)}, options)
     for address in list(boxes)[2:]:
         network._boxes[address] = other._boxes[address]
     with pytest.raises(Corrupted) as raised:

@@ -1,4 +1,4 @@
-"""Sending: nothing before all is known to be sendable, then as much at once as the window allows."""
+"""Sending: the whole state is checked first; then messages are sent as far as the window allows."""
 
 from __future__ import annotations
 
@@ -26,173 +26,178 @@ from torchferry.testing import MemoryLink, MemoryNetwork
 from torchferry.testing.memory_link import Receipt
 
 
-class Short(MemoryLink):
-    """A link whose messages may be shorter than what they are received into, as gloo's may."""
+class ShortLink(MemoryLink):
+    """A link whose messages may be shorter than their receive buffer, as with gloo."""
 
     sends_short = True
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return WhatThereIs(self._network, (peer, self.rank, tag), buffer)
+        return ShortReceipt(self._network, (peer, self.rank, tag), buffer)
 
 
-class WhatThereIs(Receipt):
-    """A message that fills as much of its buffer as it has."""
+class ShortReceipt(Receipt):
+    """A receive that fills only the beginning of its buffer."""
 
     def wait(self, timeout_s: float) -> None:
         message = self._network.get(self._address, timeout_s)
         self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
 
 
-TERMS = SendOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
+OPTIONS = SendOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
 
-def assert_refused(network: MemoryNetwork, reason: str) -> None:
-    """Nothing went over the network but the word that no state will come."""
-    with pytest.raises(PeerGaveUp, match="rank 0 refused to send its state") as told:
+def assert_aborted(network: MemoryNetwork, reason: str) -> None:
+    """Check that only an abort was sent, and that the receiver raises it."""
+    with pytest.raises(PeerGaveUp, match="rank 0 refused to send its state") as raised:
         receive_state(network.link(1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
-    assert reason in str(told.value)
-    assert (told.value.peer, told.value.failed_rank, told.value.phase) == (0, 0, "receive metadata")
+    assert reason in str(raised.value)
+    assert (raised.value.peer, raised.value.failed_rank, raised.value.phase) == (0, 0, "receive metadata")
     assert network.messages == 2
 
 
-def test_a_leaf_that_cannot_travel_is_found_before_anything_is_sent() -> None:
+def test_an_unsendable_leaf_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     with pytest.raises(Unsendable, match=r"model\.act") as raised:
-        send_state(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, TERMS)
+        send_state(network.link(0), [1], {"model": {"w": torch.ones(3), "act": lambda: 1}}, OPTIONS)
     assert (raised.value.path, raised.value.phase) == ("model.act", "describe")
-    assert_refused(network, str(raised.value.path or ""))
+    assert_aborted(network, str(raised.value.path or ""))
 
 
-def test_metadata_above_the_cap_is_found_before_anything_is_sent() -> None:
+def test_metadata_above_the_limit_is_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     with pytest.raises(Unsendable, match="max_metadata_bytes") as raised:
         send_state(network.link(0), [1], {"k": "x" * 1000}, SendOptions(10, max_metadata_bytes=500))
-    assert_refused(network, str(raised.value.path or ""))
+    assert_aborted(network, str(raised.value.path or ""))
 
 
-def test_views_too_tangled_to_list_are_found_before_anything_is_sent() -> None:
+def test_views_with_too_many_extents_are_found_before_anything_is_sent() -> None:
     network = MemoryNetwork()
     base = torch.zeros(8_000_000)
     with pytest.raises(Unsendable, match="clone") as raised:
-        send_state(network.link(0), [1], {"a": base[::2], "b": base[::3]}, TERMS)
-    assert_refused(network, str(raised.value.path or ""))
+        send_state(network.link(0), [1], {"a": base[::2], "b": base[::3]}, OPTIONS)
+    assert_aborted(network, str(raised.value.path or ""))
 
 
 def test_every_peer_gets_every_message() -> None:
     network = MemoryNetwork()
-    report = send_state(network.link(0), [1, 2, 3], {"a": torch.ones(10), "b": torch.ones(5)}, TERMS)
+    report = send_state(network.link(0), [1, 2, 3], {"a": torch.ones(10), "b": torch.ones(5)}, OPTIONS)
     assert network.messages == 3 * (2 + 2)
     assert report.peers == (1, 2, 3)
     assert report.payload_bytes == 60
 
 
-def test_bytes_are_sent_from_where_they_lie() -> None:
-    handed_over: list[int] = []
+def test_bytes_are_sent_from_the_tensor_s_memory() -> None:
+    sent_from: list[int] = []
 
-    class Watching(MemoryLink):
-        """Notes which memory is handed to the link."""
+    class RecordingLink(MemoryLink):
+        """Records the memory that is sent."""
 
         def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-            handed_over.append(buffer.data_ptr())
+            sent_from.append(buffer.data_ptr())
             return super().send(buffer, peer, tag)
 
     weight = torch.randn(100, 100)
-    send_state(Watching(MemoryNetwork(), 0), [1], {"w": weight, "part": weight[3]}, TERMS)
-    assert handed_over[2:] == [weight.data_ptr()]
+    send_state(RecordingLink(MemoryNetwork(), 0), [1], {"w": weight, "part": weight[3]}, OPTIONS)
+    assert sent_from[2:] == [weight.data_ptr()]
 
 
-class Slow(MemoryLink):
-    """A link that completes nothing by itself, and counts what is under way."""
+class CountingLink(MemoryLink):
+    """A link whose messages complete when they are waited for. It counts the bytes in flight."""
 
     def __init__(self) -> None:
         super().__init__(MemoryNetwork(), 0)
-        self.under_way = 0
-        self.most_under_way = 0
+        self.in_flight = 0
+        self.max_in_flight = 0
         self.waits: list[float] = []
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        slow, nbytes = self, buffer.nbytes
-        slow.under_way += nbytes
-        slow.most_under_way = max(slow.most_under_way, slow.under_way)
+        link, nbytes = self, buffer.nbytes
+        link.in_flight += nbytes
+        link.max_in_flight = max(link.max_in_flight, link.in_flight)
 
         class Work:
             def wait(self, timeout_s: float) -> None:
-                slow.under_way -= nbytes
-                slow.waits.append(timeout_s)
+                link.in_flight -= nbytes
+                link.waits.append(timeout_s)
 
         return Work()
 
 
-def test_only_so_many_bytes_are_staged_at_once() -> None:
-    link = Slow()
+def test_staged_bytes_in_flight_are_limited_by_the_window() -> None:
+    link = CountingLink()
     every_other = torch.empty(6 * WINDOW_BYTES, dtype=torch.uint8)[::2]
     send_state(link, [1], {"big": every_other}, SendOptions(10, MAX_METADATA_BYTES, verify=False))
-    assert WINDOW_BYTES / 2 < link.most_under_way <= WINDOW_BYTES
-    assert link.under_way == 0
+    assert WINDOW_BYTES / 2 < link.max_in_flight <= WINDOW_BYTES
+    assert link.in_flight == 0
 
 
-def test_what_is_sent_from_where_it_lies_is_offered_at_once() -> None:
-    link = Slow()
+def test_bytes_that_are_not_staged_are_not_limited_by_the_window() -> None:
+    link = CountingLink()
     send_state(
         link, [1], torch.empty(3 * WINDOW_BYTES, dtype=torch.uint8), SendOptions(10, 1000, verify=False)
     )
-    assert link.most_under_way >= 3 * WINDOW_BYTES
-    assert link.under_way == 0
+    assert link.max_in_flight >= 3 * WINDOW_BYTES
+    assert link.in_flight == 0
 
 
-def test_every_wait_gets_what_is_left_of_one_deadline() -> None:
-    link = Slow()
-    send_state(link, [1], [torch.ones(4) for _ in range(50)], TERMS)
+def test_every_wait_gets_the_time_until_the_one_deadline() -> None:
+    link = CountingLink()
+    send_state(link, [1], [torch.ones(4) for _ in range(50)], OPTIONS)
     assert len(link.waits) == 52
     assert link.waits == sorted(link.waits, reverse=True)
     assert link.waits[0] <= 10
 
 
-def test_a_deadline_that_passes_before_anything_was_sent_leaves_it_so() -> None:
+def test_nothing_is_sent_if_the_deadline_passes_during_the_description() -> None:
     network = MemoryNetwork()
     with pytest.raises(LinkTimeout, match="nothing was sent: 0 of 16 bytes done") as raised:
         send_state(network.link(0), [1], torch.ones(4), SendOptions(timeout_s=1e-9, max_metadata_bytes=1000))
     assert (raised.value.phase, raised.value.peer) == ("describe", 1)
-    assert_refused(network, "describing the state took longer than the timeout")
+    assert_aborted(network, "describing the state took longer than the timeout")
 
 
-class Deaf(MemoryLink):
-    """A link on which nobody takes anything."""
+class UnreadLink(MemoryLink):
+    """A link whose messages are never received."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         return self.recv(torch.empty_like(buffer), peer, tag)
 
 
-def test_a_peer_that_does_not_listen_is_asked_after() -> None:
-    terms = SendOptions(timeout_s=0.05, max_metadata_bytes=1000, question="Is rank {peer} there?")
+def test_the_error_for_a_peer_that_does_not_receive_has_the_question() -> None:
+    options = SendOptions(timeout_s=0.05, max_metadata_bytes=1000, question="Is rank {peer} there?")
     with pytest.raises(LinkTimeout) as raised:
-        send_state(Deaf(MemoryNetwork(), 0), [1], {"w": torch.ones(20)}, terms)
-    said = str(raised.value)
+        send_state(UnreadLink(MemoryNetwork(), 0), [1], {"w": torch.ones(20)}, options)
+    message = str(raised.value)
     assert raised.value.phase == "send tensors"
-    assert "0 of 80 bytes done, last at w (the metadata was not sent)" in said
-    assert "Is rank 1 there?" in said
-    assert "The timeout was 0.05 s" in said
+    assert "0 of 80 bytes done, last at w (the metadata was not sent)" in message
+    assert "Is rank 1 there?" in message
+    assert "The timeout was 0.05 s" in message
 
 
-def test_a_state_without_tensors_has_no_last_path() -> None:
+def test_the_error_for_a_state_without_tensors_has_no_path() -> None:
     with pytest.raises(LinkTimeout, match=r"; 0 of 0 bytes done \(the metadata was not sent") as raised:
         send_state(
-            Deaf(MemoryNetwork(), 0), [1], {"step": 7}, SendOptions(timeout_s=0.05, max_metadata_bytes=1000)
+            UnreadLink(MemoryNetwork(), 0),
+            [1],
+            {"step": 7},
+            SendOptions(timeout_s=0.05, max_metadata_bytes=1000),
         )
     assert raised.value.path is None
 
 
-def test_a_peer_that_stalls_is_not_said_to_have_run_out_of_time() -> None:
+def test_the_error_for_a_stalled_peer_does_not_mention_the_timeout() -> None:
     network = MemoryNetwork()
     network.close(1)
-    terms = SendOptions(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False)
+    options = SendOptions(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False)
     with pytest.raises(SendLate) as raised:
-        send_state(Held(network, 0, held=2), [1, 2], {"w": torch.ones(3 << 20, dtype=torch.uint8)}, terms)
+        send_state(
+            HoldingLink(network, 0, held=2), [1, 2], {"w": torch.ones(3 << 20, dtype=torch.uint8)}, options
+        )
     assert [type(error) for error in raised.value.failed.values()] == [LinkBroken, LinkStalled]
     assert "The timeout was" not in str(raised.value)
 
 
-def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
+def test_a_failing_sender_sends_an_abort_even_after_tiny_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = MemoryNetwork()
@@ -201,7 +206,7 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
         **{f"tiny{n}": torch.tensor(1.0) for n in range(40)},
         "last": torch.ones(64),
     }
-    terms = SendOptions(10, MAX_METADATA_BYTES, hash_first_bytes=0, pack_from=1000)
+    options = SendOptions(10, MAX_METADATA_BYTES, hash_first_bytes=0, pack_from=1000)
 
     def fail_after_two(self: Source, message: Message) -> torch.Tensor:
         if message.number >= 2:
@@ -211,23 +216,23 @@ def test_a_sender_that_gives_up_says_farewell_even_past_tiny_messages(
     read = Source.read
     monkeypatch.setattr(Source, "read", fail_after_two)
     with pytest.raises(RuntimeError, match="can't be read"):
-        send_state(Short(network, 0), [1], state, terms)
+        send_state(ShortLink(network, 0), [1], state, options)
     with pytest.raises(PeerGaveUp):
-        receive_state(Short(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
+        receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
-class Meddling(MemoryLink):
-    """A link on which something happens as soon as the first message of the payload is sent."""
+class HookedLink(MemoryLink):
+    """A link that calls `hook` when the first message of the payload is sent."""
 
-    def __init__(self, happens: Callable[[], object]) -> None:
+    def __init__(self, hook: Callable[[], object]) -> None:
         super().__init__(MemoryNetwork(), 0)
-        self._happens = happens
+        self._hook = hook
         self._sent = 0
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self._sent += 1
         if self._sent == 3:
-            self._happens()
+            self._hook()
         return super().send(buffer, peer, tag)
 
 
@@ -240,73 +245,75 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("count", [20, 300_000], ids=["small", "large"])
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_change_during_the_send_is_noticed_however_it_is_made(how: str, count: int) -> None:
+def test_a_change_during_the_send_is_detected(how: str, count: int) -> None:
     pytest.importorskip("numpy")
     tensor = torch.ones(count)
-    assert_noticed(tensor, lambda: CHANGES[how](tensor))
+    assert_detected(tensor, lambda: CHANGES[how](tensor))
 
 
 @pytest.mark.parametrize("count", [20, 300_000], ids=["small", "large"])
-def test_a_change_of_an_ndarray_is_noticed(count: int) -> None:
+def test_a_change_of_an_ndarray_is_detected(count: int) -> None:
     array = pytest.importorskip("numpy").ones(count)
-    assert_noticed(array, lambda: array.fill(2))
+    assert_detected(array, lambda: array.fill(2))
 
 
-def assert_noticed(value: object, happens: Callable[[], object]) -> None:
+def assert_detected(value: object, hook: Callable[[], object]) -> None:
     with pytest.raises(StateChanged) as raised:
-        send_state(Meddling(happens), [1], {"same": torch.ones(4), "changed": value}, TERMS)
+        send_state(HookedLink(hook), [1], {"same": torch.ones(4), "changed": value}, OPTIONS)
     assert raised.value.paths == ("changed",)
 
 
-class Held(Short):
-    """A link on which what follows the frame is held back from one rank until it is let go."""
+class HoldingLink(ShortLink):
+    """A link that holds back the payload to one rank until `released` is set."""
 
     def __init__(self, network: MemoryNetwork, rank: int, held: int) -> None:
         super().__init__(network, rank)
         self._held = held
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         sent = super().send(buffer, peer, tag)
-        return HeldBack(self.let_go) if peer == self._held and tag not in (LENGTH_TAG, FRAME_TAG) else sent
+        return (
+            HeldMessage(self.released) if peer == self._held and tag not in (LENGTH_TAG, FRAME_TAG) else sent
+        )
 
 
-class HeldBack:
-    """A message that is complete when it is let go."""
+class HeldMessage:
+    """A message that completes when `released` is set."""
 
-    def __init__(self, let_go: threading.Event) -> None:
-        self._let_go = let_go
+    def __init__(self, released: threading.Event) -> None:
+        self._released = released
 
     def wait(self, timeout_s: float) -> None:
-        if not self._let_go.wait(timeout_s):
+        if not self._released.wait(timeout_s):
             raise LinkTimeout("held back")
 
 
-def test_a_peer_that_was_given_up_is_told_so_if_it_comes_back() -> None:
+def test_a_stalled_peer_receives_the_abort_when_it_continues() -> None:
     network = MemoryNetwork()
-    link = Held(network, 0, held=1)
+    link = HoldingLink(network, 0, held=1)
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
     with pytest.raises(SendLate) as raised:
         send_state(link, [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, stall_s=0.2, relay=False))
     assert raised.value.delivered == (2,)
-    link.let_go.set()
+    link.released.set()
     received, _ = receive_state(network.link(2), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
     assert isinstance(received, dict)
     with pytest.raises(PeerGaveUp):
-        receive_state(Short(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
+        receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
-def test_a_peer_that_a_relay_has_given_up_is_told_so_if_it_comes_back() -> None:
+def test_a_peer_that_stalled_a_relay_receives_the_abort_when_it_continues() -> None:
     network = MemoryNetwork()
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
-    send_state(Short(network, 0), [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, relay=True))
-    relay = Held(network, 1, held=2)
-    terms = ReceiveOptions(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
-    received, report = receive_state(relay, 0, terms)
+    send_state(ShortLink(network, 0), [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, relay=True))
+    relay = HoldingLink(network, 1, held=2)
+    options = ReceiveOptions(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
+    received, report = receive_state(relay, 0, options)
     assert isinstance(received, dict)
     assert torch.equal(received["w"], state["w"])
     assert report.not_forwarded is not None
     assert "stalled" in report.not_forwarded or "no message" in report.not_forwarded
-    relay.let_go.set()
+    relay.released.set()
     with pytest.raises(PeerGaveUp, match="rank 1 aborted the transfer"):
-        receive_state(Short(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES, rank=2))
+        receive_state(ShortLink(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES, rank=2))

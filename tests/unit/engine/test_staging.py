@@ -1,4 +1,4 @@
-"""Staging is bounded, whatever the size of the state, and one transfer leaves its buffers to the next."""
+"""Staging memory is bounded, whatever the size of the state, and the next transfer reuses it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEND = SendOptions(TIMEOUT_S, MAX_METADATA_BYTES)
 RECEIVE = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES)
 
 
-class Counted(workspace.Staging):
+class CountedStaging(workspace.Staging):
     """Counts the memory that it holds: buffers in use, and those kept for later."""
 
     most_bytes = 0
@@ -40,7 +40,7 @@ class Counted(workspace.Staging):
         storage = buffer.untyped_storage()
         self._given[storage.data_ptr()] = storage.nbytes()
         held = sum(self._given.values()) + sum(free.nbytes for free in self._free)
-        Counted.most_bytes = max(Counted.most_bytes, held)
+        CountedStaging.most_bytes = max(CountedStaging.most_bytes, held)
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -50,12 +50,12 @@ class Counted(workspace.Staging):
 
 @pytest.fixture(autouse=True)
 def _count_staged_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "most_bytes", 0)
-    monkeypatch.setattr(workspace, "Staging", Counted)
+    monkeypatch.setattr(CountedStaging, "most_bytes", 0)
+    monkeypatch.setattr(workspace, "Staging", CountedStaging)
 
 
 class DroppingLink(MemoryLink):
-    """Takes only its own memory, and drops what is sent."""
+    """Accepts only its own memory, and drops what is sent."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         super().__init__(network, rank, own_buffers=True)
@@ -80,7 +80,7 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_sender() -> None:
     large = torch.zeros(3 * WINDOW_BYTES, dtype=torch.uint8)
     link = staged_at_the_sender({"large": large})
     assert link.largest == CHUNK_BYTES
-    assert CHUNK_BYTES < Counted.most_bytes <= WINDOW_BYTES
+    assert CHUNK_BYTES < CountedStaging.most_bytes <= WINDOW_BYTES
 
 
 def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
@@ -94,14 +94,14 @@ def test_a_large_tensor_is_staged_in_pieces_at_the_receiver() -> None:
     assert isinstance(received, dict)
     assert received["large"] is large
     assert link.largest == CHUNK_BYTES
-    assert CHUNK_BYTES < Counted.most_bytes <= WINDOW_BYTES
+    assert CHUNK_BYTES < CountedStaging.most_bytes <= WINDOW_BYTES
 
 
 def test_a_large_strided_tensor_is_staged_in_pieces_too() -> None:
     column = torch.zeros(8 * MiB, 16, dtype=torch.uint8)[:, :8]
     network = MemoryNetwork()
     send_state(network.link(0), [1], {"c": column}, SendOptions(TIMEOUT_S, MAX_METADATA_BYTES))
-    assert Counted.most_bytes <= WINDOW_BYTES
+    assert CountedStaging.most_bytes <= WINDOW_BYTES
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_a_large_strided_tensor_is_staged_in_pieces_too() -> None:
 def test_tensors_of_many_sizes_do_not_each_leave_a_buffer_behind(sizes: list[int]) -> None:
     state = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     staged_at_the_sender(state)
-    assert Counted.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES
+    assert CountedStaging.most_bytes <= 2 * WINDOW_BYTES + CHUNK_BYTES
 
 
 class FramesOnlyLink(MemoryLink):
-    """Takes only its own memory, and drops all but the length and the frame."""
+    """Accepts only its own memory, and drops all but the length and the frame."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         return super().send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()

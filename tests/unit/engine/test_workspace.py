@@ -1,4 +1,4 @@
-"""What one transfer leaves to the next is used where it is valid, and only there."""
+"""A workspace reuses manifests and plans of earlier transfers only where they are valid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workspaces() -> Workspaces:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Every plan that is made."""
+    """A list of all plans that are made."""
     made: list[object] = []
 
     def make(*args: Any, **keywords: Any) -> object:
@@ -75,7 +75,7 @@ def test_a_state_with_another_value_is_not_planned_again(workspaces: Workspaces,
     assert len(plans) == 2
 
 
-def as_it_is(one: dict[str, Any]) -> dict[str, Any]:
+def unchanged(one: dict[str, Any]) -> dict[str, Any]:
     return one
 
 
@@ -87,7 +87,7 @@ def overlapping(one: dict[str, Any]) -> dict[str, Any]:
     return {**one, "layer 1": one["layer 0"].view(-1)[3:].expand(2, 3)}
 
 
-def moved_on(one: dict[str, Any]) -> dict[str, Any]:
+def at_another_offset(one: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.cat([torch.zeros(6), tensor.view(-1)])[6:].view(2, 3) for name, tensor in one.items()}
 
 
@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "dtype of all, with the same item size": lambda one: {n: t.to(torch.int32) for n, t in one.items()},
     "shape": lambda one: {n: t.view(3, 2) for n, t in one.items()},
     "strides": lambda one: {n: t.t().contiguous().t() for n, t in one.items()},
-    "offset": moved_on,
+    "offset": at_another_offset,
     "tied": tied,
     "overlap": overlapping,
     "neg bit": lambda one: {**one, "layer 5": torch._neg_view(one["layer 5"])},
@@ -113,11 +113,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_state_that_differs_in_anything_arrives_as_it_is(
+def test_a_state_that_differs_from_the_last_one_arrives_exactly(
     workspaces: Workspaces, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     # Alternate, and repeat: a kept manifest must not be used for another state.
-    for fill, make in enumerate([as_it_is, change] * 2 + [as_it_is] * 3 + [change] * 3 + [as_it_is]):
+    for fill, make in enumerate([unchanged, change] * 2 + [unchanged] * 3 + [change] * 3 + [unchanged]):
         sent = make(state(fill))
         assert_same(transfer(sent, workspaces=workspaces).state, make(state(fill)))
         if not any(tensor.requires_grad for tensor in sent.values() if isinstance(tensor, torch.Tensor)):
@@ -139,11 +139,11 @@ EQUAL_TO_PYTHON: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("alike", EQUAL_TO_PYTHON.values(), ids=EQUAL_TO_PYTHON)
+@pytest.mark.parametrize("equal_values", EQUAL_TO_PYTHON.values(), ids=EQUAL_TO_PYTHON)
 def test_values_that_are_equal_to_python_are_not_mixed_up(
-    workspaces: Workspaces, alike: list[object], in_place: bool
+    workspaces: Workspaces, equal_values: list[object], in_place: bool
 ) -> None:
-    for value in (value for value in [*alike, *alike] for _ in range(3)):
+    for value in (value for value in [*equal_values, *equal_values] for _ in range(3)):
         into = {**state(-1.0), "value": value} if in_place else None
         arrived = transfer({**state(), "value": value}, into=into, workspaces=workspaces).state["value"]
         assert repr(arrived) == repr(value)
@@ -154,7 +154,7 @@ def test_every_receive_gets_values_of_its_own(workspaces: Workspaces) -> None:
     sent = {**state(), "seen": {1, 2}, "order": [1, {"a": 2}], "rng": (3, (4, 5))}
     first = transfer(sent, workspaces=workspaces).state
     first["seen"].clear()
-    first["order"][1]["a"] = "spoilt"
+    first["order"][1]["a"] = "changed"
     assert_same(transfer(sent, workspaces=workspaces).state, sent)
 
 
@@ -170,7 +170,7 @@ def test_a_workspace_keeps_no_tensor_alive(workspaces: Workspaces) -> None:
     assert [ref() for ref in watched] == [None] * 3
 
 
-def test_freed_memory_is_found_although_the_description_is_the_same(
+def test_freed_memory_is_detected_although_the_manifest_is_the_same(
     workspaces: Workspaces,
 ) -> None:
     sent = state()
@@ -205,7 +205,7 @@ LARGE: dict[str, Callable[[], dict[object, object]]] = {
 
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
-def test_nothing_is_kept_of_a_long_part_of_a_manifest(
+def test_long_parts_of_a_manifest_are_not_kept(
     workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch, large: Callable[[], dict[object, object]]
 ) -> None:
     monkeypatch.setattr(workspace, "_MAX_KEY_BYTES", 2000)
@@ -216,7 +216,7 @@ def test_nothing_is_kept_of_a_long_part_of_a_manifest(
             assert "manifest" not in {key[0] for key in each._entries}
 
 
-def test_the_oldest_entries_go_first_when_there_are_too_many(
+def test_the_oldest_entries_are_removed_first(
     workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workspace, "_MAX_BYTES", 30_000)
@@ -230,5 +230,5 @@ def test_the_oldest_entries_go_first_when_there_are_too_many(
 def test_a_rejected_state_does_not_change_later_transfers(workspaces: Workspaces) -> None:
     transfer(state(), into=state(), workspaces=workspaces)
     with pytest.raises(StateMismatch):
-        transfer(state(), into=moved_on(state()) | {"more": torch.ones(1)}, workspaces=workspaces)
+        transfer(state(), into=at_another_offset(state()) | {"more": torch.ones(1)}, workspaces=workspaces)
     assert_same(transfer(state(1.0), into=state(), workspaces=workspaces).state, state(1.0))

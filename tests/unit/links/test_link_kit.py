@@ -86,7 +86,7 @@ class LinkWithoutTags(MemoryLink):
 
 
 class LinkForAnyMemory(MemoryLink):
-    """Claims to take any memory."""
+    """Claims to accept any memory."""
 
     def can_access(self, device: torch.device) -> bool:
         return True

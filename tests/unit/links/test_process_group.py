@@ -1,4 +1,4 @@
-"""The process group link: a backend's exceptions become ours, once, at the edge."""
+"""The process group link converts the exceptions of a backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torchferry.links.process_group import ProcessGroupLink
 BUFFER = torch.zeros(4, dtype=torch.uint8)
 
 
-class Group:
-    """Quacks like a process group whose every call fails in a given way."""
+class FailingGroup:
+    """A fake process group whose calls raise a given error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -47,10 +47,10 @@ class Group:
         (RuntimeError(""), LinkBroken),
     ],
 )
-def test_a_backend_s_exception_becomes_ours_and_names_the_peer(
+def test_an_exception_of_the_backend_becomes_a_link_error_that_names_the_peer(
     raised: Exception, expected: type[LinkError]
 ) -> None:
-    link = ProcessGroupLink(Group(raised), torch.device("cpu"))
+    link = ProcessGroupLink(FailingGroup(raised), torch.device("cpu"))
     with pytest.raises(expected) as sent:
         link.send(BUFFER, 3, 1)
     with pytest.raises(expected) as received:
@@ -59,7 +59,7 @@ def test_a_backend_s_exception_becomes_ours_and_names_the_peer(
     assert sent.value.__cause__ is raised
 
 
-def wait_in_vain(rank: int, timeout_s: float) -> tuple[str, float]:
+def receive_without_a_sender(rank: int, timeout_s: float) -> tuple[str, float]:
     link = ProcessGroupLink(dist.new_group([0, 1]), torch.device("cpu"))
     start = time.monotonic()
     if rank == 1:
@@ -72,8 +72,8 @@ def wait_in_vain(rank: int, timeout_s: float) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 0.0004, 0.0])
-def test_a_wait_ends_at_its_own_timeout_and_not_at_the_group_s(timeout_s: float, pair: Cluster) -> None:
-    (name, seconds), _ = pair.run(wait_in_vain, timeout_s)
+def test_a_wait_ends_at_its_own_timeout_and_not_at_the_group_timeout(timeout_s: float, pair: Cluster) -> None:
+    (name, seconds), _ = pair.run(receive_without_a_sender, timeout_s)
     assert name == "LinkTimeout"
     assert timeout_s - 0.05 < seconds < 5
 

@@ -1,4 +1,4 @@
-"""Wrappers around process groups: they say rank 0 of 1, and the true rank is behind them."""
+"""Wrappers of process groups report rank 0 of 1; the link finds the rank of the wrapped group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchferry.links.process_group import ProcessGroupLink, innermost, rank_in,
 
 
 class Wrapper(dist.ProcessGroup):
-    """As some libraries write them: with the group as `_pg` and nothing else."""
+    """A wrapper like that of some libraries: it has the group as `_pg`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -46,18 +46,18 @@ def wrap(kind: str, store: str, rank: int) -> Any:
     if kind == "plain, twice":
         return Wrapper(Wrapper(dist.group.WORLD))
     group = configured(store, rank)
-    if kind == "torchft's, that swallows errors":
+    if kind == "torchft's, error swallowing":
         return ErrorSwallowingProcessGroupWrapper(group)
     if kind == "torchft's, twice":
         return FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(group))
     return group
 
 
-KINDS = ["plain", "plain, twice", "torchft's", "torchft's, that swallows errors", "torchft's, twice"]
+KINDS = ["plain", "plain, twice", "torchft's", "torchft's, error swallowing", "torchft's, twice"]
 
 
-def transfer_both_ways(rank: int, kind: str, store: str) -> dict[str, Any]:
-    """Rank 1 to rank 0, which has to know its own rank, and back."""
+def transfer_in_both_directions(rank: int, kind: str, store: str) -> dict[str, Any]:
+    """Transfer from rank 1 to rank 0, and back."""
     group = wrap(kind, store, rank)
     here = PGTransport(group, 10, "cpu")
     found: dict[str, Any] = {"rank": rank_in(group), "size": size_of(group)}
@@ -77,9 +77,9 @@ def transfer_both_ways(rank: int, kind: str, store: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_true_rank_is_found_behind_every_wrapper(kind: str, pair: Cluster) -> None:
+def test_the_rank_in_the_wrapped_group_is_found(kind: str, pair: Cluster) -> None:
     server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    answers = pair.run(transfer_both_ways, kind, f"{HOST}:{server.port}/{uuid.uuid4()}")
+    answers = pair.run(transfer_in_both_directions, kind, f"{HOST}:{server.port}/{uuid.uuid4()}")
     for rank, found in enumerate(answers):
         assert (found["rank"], found["size"], found["gloo"]) == (rank, 2, True)
         assert "this process itself" in found["itself"]
@@ -88,23 +88,23 @@ def test_the_true_rank_is_found_behind_every_wrapper(kind: str, pair: Cluster) -
         assert found["step"] == 1 - rank
 
 
-def test_a_wrapper_that_has_no_group_yet_does_not_know_its_rank() -> None:
+def test_a_wrapper_without_a_group_has_no_rank() -> None:
     for group in (ProcessGroupGloo(), ProcessGroupBabyGloo(), Wrapper(None)):
         assert innermost(group) is group
         assert rank_in(group) is None
 
 
-def test_a_wrapper_of_itself_is_not_looked_behind_for_ever() -> None:
+def test_a_wrapper_of_itself_is_unwrapped_once() -> None:
     group = Wrapper(None)
     group._pg = group
     assert innermost(group) is group
 
 
-def test_what_is_no_group_of_torch_s_is_asked_itself() -> None:
-    class Duck:
+def test_a_group_of_another_type_is_not_unwrapped() -> None:
+    class OtherGroup:
         parent = _pg = "no group"
 
         def rank(self) -> int:
             return 3
 
-    assert (rank_in(Duck()), size_of(Duck())) == (3, None)
+    assert (rank_in(OtherGroup()), size_of(OtherGroup())) == (3, None)

@@ -1,4 +1,4 @@
-"""torch's default device is the user's: whatever it is, states are sent and received as ever."""
+"""Transfers work under any default device of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchferry import PGTransport
 
 
 @contextmanager
-def default_set(device: str) -> Iterator[None]:
+def default_device(device: str) -> Iterator[None]:
     torch.set_default_device(device)
     try:
         yield
@@ -27,11 +27,11 @@ def default_set(device: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-WAYS: dict[str, Any] = {"set_default_device": default_set, "with torch.device": torch.device}
+CONTEXTS: dict[str, Any] = {"set_default_device": default_device, "with torch.device": torch.device}
 
 
 def make_state() -> dict[str, Any]:
-    """One of everything that a constructor of torch's is needed for."""
+    """Return a state with every kind of leaf that is built with a constructor of torch."""
     with torch.device("cpu"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         return {
@@ -62,11 +62,11 @@ def zeroed(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def transfer_under(rank: int, way: str, device: str, in_place: bool) -> str:
-    """Send or receive under a default device, and say what is wrong with what arrived."""
+def transfer_under(rank: int, context: str, device: str, in_place: bool) -> str:
+    """Send or receive under a default device, and compare the received state."""
     state = make_state()
     local = zeroed(make_state()) if in_place else None
-    with WAYS[way](device):
+    with CONTEXTS[context](device):
         transport = PGTransport(dist.group.WORLD, 20, "cpu", None if local is None else lambda: local)
         if rank == 0:
             transport.send_checkpoint([1], state)
@@ -78,8 +78,8 @@ def transfer_under(rank: int, way: str, device: str, in_place: bool) -> str:
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["fresh", "in place"])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_a_state_arrives_under_any_default_device(
-    way: str, device: str, in_place: bool, pair: Cluster
+    context: str, device: str, in_place: bool, pair: Cluster
 ) -> None:
-    pair.run(transfer_under, way, device, in_place)
+    pair.run(transfer_under, context, device, in_place)

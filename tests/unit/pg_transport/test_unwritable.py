@@ -1,4 +1,4 @@
-"""Local values that can't be written in place: a mismatch says why, and their neighbours stay old."""
+"""Local values that can't be written in place: the mismatch has the reason, and no tensor is changed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.unit.pg_transport.quacking import Ends
+from tests.unit.pg_transport.fake_group import TransportPair
 from torchferry import StateMismatch
 from torchferry.tensors.writable import holds_tensors
 
 
 class Holder:
-    """An object with a tensor in it, as a user's metric or buffer is."""
+    """An object with a tensor in it, like a metric."""
 
     def __init__(self, held: object) -> None:
         self.held = held
 
 
 class Slotted:
-    """The same, without a dict."""
+    """An object with a tensor in a slot."""
 
     __slots__ = ("held",)
 
@@ -39,11 +39,11 @@ class Subclass(torch.Tensor):
 
 
 def mismatch_of(sent: object, local: object, **options: Any) -> str:
-    """Send a leaf beside a sound one, and give what is said of it; the sound one must stay as it was."""
+    """Return the mismatch of a leaf. The tensor beside it must stay unchanged."""
     neighbour = torch.zeros(3)
-    ends = Ends({"model": {"leaf": local, "w": neighbour}}, sender=options, **options)
+    transports = TransportPair({"model": {"leaf": local, "w": neighbour}}, sender=options, **options)
     with pytest.raises(StateMismatch) as raised:
-        ends.transfer({"model": {"leaf": sent, "w": torch.ones(3)}})
+        transports.transfer({"model": {"leaf": sent, "w": torch.ones(3)}})
     assert [mismatch.path for mismatch in raised.value.mismatches] == ["model.leaf"]
     assert not neighbour.any()
     return str(raised.value)
@@ -61,73 +61,73 @@ PICKLED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", PICKLED)
-def test_a_pickled_leaf_with_tensors_does_not_pass_for_a_value(name: str) -> None:
-    said = mismatch_of(PICKLED[name](), PICKLED[name](), allow_pickle=True)
-    assert "incoming a pickled object with tensors in it" in said
+def test_a_pickled_leaf_with_tensors_is_a_mismatch(name: str) -> None:
+    message = mismatch_of(PICKLED[name](), PICKLED[name](), allow_pickle=True)
+    assert "incoming a pickled object with tensors in it" in message
 
 
 @pytest.mark.parametrize("name", PICKLED)
-def test_a_value_does_not_pass_for_an_object_with_tensors(name: str) -> None:
+def test_a_value_for_a_local_object_with_tensors_is_a_mismatch(name: str) -> None:
     for options in ({}, {"allow_pickle": True}):
         mismatch_of(1, PICKLED[name](), **options)
     mismatch_of(Holder(1), PICKLED[name](), allow_pickle=True)
 
 
-def test_a_pickled_leaf_does_not_pass_for_a_tensor() -> None:
+def test_a_pickled_leaf_for_a_local_tensor_is_a_mismatch() -> None:
     assert "local tensor float32[2]" in mismatch_of(Holder(1), torch.zeros(2), allow_pickle=True)
 
 
-def test_pickled_values_without_tensors_are_returned_as_before() -> None:
+def test_pickled_values_without_tensors_are_returned() -> None:
     neighbour = torch.zeros(2)
     local = {"leaf": Holder("old"), "w": neighbour}
-    ends = Ends(local, sender={"allow_pickle": True}, allow_pickle=True)
-    received = ends.transfer({"leaf": Holder("new"), "w": torch.ones(2)})
+    transports = TransportPair(local, sender={"allow_pickle": True}, allow_pickle=True)
+    received = transports.transfer({"leaf": Holder("new"), "w": torch.ones(2)})
     assert received["leaf"].held == "new"
     assert neighbour.tolist() == [1, 1]
 
 
-def test_fresh_a_pickled_leaf_may_have_tensors() -> None:
-    received = Ends(sender={"allow_pickle": True}, allow_pickle=True).transfer(Holder(torch.ones(2)))
+def test_a_pickled_leaf_of_a_fresh_state_may_have_tensors() -> None:
+    received = TransportPair(sender={"allow_pickle": True}, allow_pickle=True).transfer(Holder(torch.ones(2)))
     assert received.held.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
     "value", [1, "text", [1, {"a": 2}], len, torch, torch.Tensor, Holder(None), object()]
 )
-def test_what_has_no_tensor_in_it_is_not_said_to(value: object) -> None:
+def test_objects_without_tensors_are_recognized(value: object) -> None:
     assert not holds_tensors(value)
 
 
-def test_a_large_object_without_tensors_is_a_value_like_others() -> None:
+def test_a_large_object_without_tensors_is_a_value() -> None:
     local = {"sampler": Holder(list(range(1_500_000))), "w": torch.zeros(2)}
-    received = Ends(local, sender={"allow_pickle": True}, allow_pickle=True).transfer(
+    received = TransportPair(local, sender={"allow_pickle": True}, allow_pickle=True).transfer(
         {"sampler": Holder(list(range(1_500_000))), "w": torch.ones(2)}
     )
     assert received["w"].tolist() == [1, 1]
 
 
-class Elusive:
-    """An object that can't be asked for its class."""
+class RaisingClass:
+    """An object whose `__class__` raises, like a proxy outside its context."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise RuntimeError("working outside of request context")
 
 
-def test_an_object_is_not_asked_for_its_class() -> None:
-    assert not holds_tensors([Elusive()])
+def test_the_class_attribute_of_an_object_is_not_read() -> None:
+    assert not holds_tensors([RaisingClass()])
 
 
-def test_a_local_state_dict_with_an_odd_attribute_says_so() -> None:
+def test_a_mismatch_names_the_attribute_of_a_local_state_dict_that_can_t_be_described() -> None:
     local: Any = torch.nn.Linear(1, 1).state_dict()
     local._metadata["odd"] = object()
     with pytest.raises(
         StateMismatch, match=r"with tensors that can't be described: in its attribute _metadata"
     ):
-        Ends({"model": local}).transfer({"model": torch.ones(1)})
+        TransportPair({"model": local}).transfer({"model": torch.ones(1)})
 
 
-def test_an_object_that_contains_itself_is_looked_into_once() -> None:
+def test_an_object_that_contains_itself_is_searched_once() -> None:
     loop = Holder(None)
     loop.held = [loop]
     assert not holds_tensors(loop)
@@ -157,23 +157,25 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_mismatch_says_why_a_local_tensor_can_t_be_written(name: str) -> None:
+def test_a_mismatch_has_the_reason_why_a_local_tensor_can_t_be_written(name: str) -> None:
     make, reason = REASONS[name]
-    said = mismatch_of(torch.ones(3), make())
-    assert reason in said
-    assert "opaque" not in said
+    message = mismatch_of(torch.ones(3), make())
+    assert reason in message
+    assert "opaque" not in message
 
 
 @pytest.mark.filterwarnings("ignore:.*not writ")
-@pytest.mark.parametrize("many", [1, 40], ids=["alone", "among many small ones"])
-def test_read_only_memory_is_a_mismatch_and_not_a_lost_connection(many: int, tmp_path: Path) -> None:
-    """torch does not know that memory is read-only: a write to it would end the process."""
+@pytest.mark.parametrize("many", [1, 40], ids=["alone", "among_many_small_tensors"])
+def test_read_only_memory_is_a_mismatch(many: int, tmp_path: Path) -> None:
+    """torch does not know that memory is read-only, and a write to it would kill the process."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 16))
     fixed = torch.from_numpy(numpy.memmap(file, numpy.float32, mode="r", offset=256, shape=(64,)))
     local = {f"t{n}": torch.zeros(64) for n in range(many)}
     with pytest.raises(StateMismatch) as raised:
-        Ends({**local, "fixed": fixed}).transfer({name: torch.ones(64) for name in (*local, "fixed")})
+        TransportPair({**local, "fixed": fixed}).transfer(
+            {name: torch.ones(64) for name in (*local, "fixed")}
+        )
     (mismatch,) = raised.value.mismatches
     assert mismatch.path == "fixed"
     assert mismatch.local == "tensor in read-only memory: receive into a copy of it"

@@ -1,8 +1,8 @@
-"""The protocol in a world of its own: a clock that only moves when nothing else can, and chance by seed.
+"""A deterministic simulation of transfers, with a simulated clock and a random generator by seed.
 
-The real `push` and `pull` run in it, on a link whose messages are delayed, lost, damaged or misled and whose
-processes are stopped and killed, as a seed decides. The same seed gives the same run, to the last event.
-`scenario.simulate(seed)` plays one and checks what must hold in all of them.
+The real `send_state` and `receive_state` run in it, on a link whose messages are delayed, lost or damaged, in
+processes that are stopped and killed, as the seed decides. The same seed gives the same run, event by event.
+`scenario.simulate(seed)` runs one scenario and checks the rules that hold for all of them.
 """
 
 from torchferry.testing.simulation.scenario import Broken, simulate

@@ -1,8 +1,8 @@
-"""The simulated link: messages meet their receives by tag, take their time, and may come to harm.
+"""The simulated link: sends and receives are matched by tag, and messages are delayed or damaged.
 
-It behaves as gloo was seen to: a buffer is read when it is sent and not when it is posted; a peer that dies
-is reported to those who wait for a message of which nothing has come yet, and to nobody who waits for one
-that was cut in the middle; asking for one more message tells; and breaking off ends all there is.
+It behaves like gloo: a buffer is read when its bytes are sent and not when the send is posted; the death of a
+peer ends the waits for messages that have not started, but not those for a message that was cut in the
+middle; a new receive from a dead peer fails at once; and closing ends all waits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchferry.testing.simulation.world import Process, World
 _NOTICE_S = 0.01
 
 
-class Harm(NamedTuple):
-    """What happens to the n-th message that meets its receive."""
+class Damage(NamedTuple):
+    """The damage to the n-th message that is matched with its receive."""
 
     message: int
     kind: str
@@ -37,54 +37,54 @@ class Op:
         self.peer = peer
         self.buffer = buffer
         self.over = False
-        self.under_way = False
+        self.in_flight = False
         self.counts = False
         self.error: FerryError | None = None
 
     def wait(self, timeout_s: float) -> None:
-        """Not called: the simulation's runner looks at `over` instead."""
+        """Not called: the simulated runner polls `over` instead."""
         raise NotImplementedError
 
 
 class Network:
-    """All links of one world."""
+    """The network between the processes of one world."""
 
-    def __init__(self, world: World, harms: Sequence[Harm], delay_s: Callable[[], float]) -> None:
-        self.most_under_way: defaultdict[int, int] = defaultdict(int)
-        self.met = 0
+    def __init__(self, world: World, damages: Sequence[Damage], delay_s: Callable[[], float]) -> None:
+        self.max_in_flight_bytes: defaultdict[int, int] = defaultdict(int)
+        self.matched = 0
         self._world = world
-        self._harms = {harm.message: harm.kind for harm in harms}
+        self._damages = {damage.message: damage.kind for damage in damages}
         self._delay_s = delay_s
         self._waiting: defaultdict[tuple[int, int, int, str], deque[Op]] = defaultdict(deque)
         self._open: list[Op] = []
         self._closed: set[frozenset[int]] = set()
 
     def link(self, rank: int) -> SimulatedLink:
-        """Give the link of one rank."""
+        """Return the link of one rank."""
         return SimulatedLink(self, rank)
 
-    def post(self, op: Op, tag: int, way: str) -> None:
-        """Post a send or a receive; if its other half is there, the message is on its way."""
+    def post(self, op: Op, tag: int, direction: str) -> None:
+        """Post a send or a receive; the message starts if its counterpart is already posted."""
         self.check(op.owner, op.peer)
         self._open.append(op)
         if tag not in (LENGTH_TAG, FRAME_TAG):
             op.counts = True
             posted = sum(each.buffer.nbytes for each in self._open if each.owner == op.owner and each.counts)
-            self.most_under_way[op.owner] = max(self.most_under_way[op.owner], posted)
-        sender, receiver = (op.owner, op.peer) if way == "send" else (op.peer, op.owner)
-        other = "recv" if way == "send" else "send"
+            self.max_in_flight_bytes[op.owner] = max(self.max_in_flight_bytes[op.owner], posted)
+        sender, receiver = (op.owner, op.peer) if direction == "send" else (op.peer, op.owner)
+        other = "recv" if direction == "send" else "send"
         partners = self._waiting[sender, receiver, tag, other]
         if partners:
             partner = partners.popleft()
-            self._meet(op, partner) if way == "send" else self._meet(partner, op)
+            self._match(op, partner) if direction == "send" else self._match(partner, op)
         else:
-            self._waiting[sender, receiver, tag, way].append(op)
+            self._waiting[sender, receiver, tag, direction].append(op)
 
     def check(self, rank: int, peer: int) -> None:
-        """Refuse a connection that is gone.
+        """Check the connection between two ranks.
 
         Raises:
-            LinkBroken: it is.
+            LinkBroken: the connection is gone.
         """
         if frozenset({rank, peer}) in self._closed or (
             self._world.is_gone(peer)
@@ -93,28 +93,28 @@ class Network:
             raise LinkBroken(f"the connection to rank {peer} is gone", peer=peer)
 
     def kill(self, rank: int) -> None:
-        """Kill a process, and tell those who can be told."""
+        """Kill a process; after a short time, fail the waits of its peers."""
         self._world.kill(rank)
-        self._world.at(self._world.now_s + _NOTICE_S, lambda: self._tell(rank))
+        self._world.at(self._world.now_s + _NOTICE_S, lambda: self._fail_waits(rank))
 
     def close(self, rank: int) -> None:
         """Close every connection of a rank."""
         for peer in self._world.processes:
             self._closed.add(frozenset({rank, peer}))
-        self._tell(rank, also_owner=True)
+        self._fail_waits(rank, also_owner=True)
 
-    def _tell(self, rank: int, *, also_owner: bool = False) -> None:
+    def _fail_waits(self, rank: int, *, also_owner: bool = False) -> None:
         for op in self._open:
             if op.over or rank not in (op.owner, op.peer):
                 continue
-            if (op.owner == rank and also_owner) or (op.peer == rank and not op.under_way):
+            if (op.owner == rank and also_owner) or (op.peer == rank and not op.in_flight):
                 self._finish(op, LinkBroken(f"connection with rank {rank} closed", peer=op.peer))
 
-    def _meet(self, send: Op, recv: Op) -> None:
-        kind = self._harms.get(self.met)
-        self.met += 1
+    def _match(self, send: Op, recv: Op) -> None:
+        kind = self._damages.get(self.matched)
+        self.matched += 1
         if kind == "lose":
-            send.under_way = recv.under_way = True
+            send.in_flight = recv.in_flight = True
             return
         start_s = self._world.now_s + self._delay_s()
         end_s = start_s + self._delay_s()
@@ -123,9 +123,9 @@ class Network:
     def _begin(self, send: Op, recv: Op, kind: str | None, end_s: float) -> None:
         if send.over or recv.over or self._world.is_gone(send.owner) or self._world.is_gone(recv.owner):
             return
-        send.under_way = recv.under_way = True
-        data = _harmed(send.buffer.detach().clone(), kind, self._world)
-        # Half of it is there at once: what a peer that dies now leaves behind.
+        send.in_flight = recv.in_flight = True
+        data = _damaged(send.buffer.detach().clone(), kind, self._world)
+        # Half of the message arrives at once: a peer that dies now leaves it incomplete.
         _fill(recv.buffer, data[: data.numel() // 2])
         self._world.at(end_s, lambda: self._end(send, recv, data))
 
@@ -134,7 +134,7 @@ class Network:
             return
         self._finish(send, None)
         if data.nbytes > recv.buffer.nbytes:
-            self._finish(recv, LinkBroken("a message longer than its receive", peer=recv.peer))
+            self._finish(recv, LinkBroken("the message is longer than its receive buffer", peer=recv.peer))
             return
         _fill(recv.buffer, data)
         self._finish(recv, None)
@@ -151,7 +151,7 @@ def _fill(buffer: torch.Tensor, data: torch.Tensor) -> None:
     raw[:nbytes] = data[:nbytes]
 
 
-def _harmed(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
+def _damaged(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
     data = data.view(torch.uint8)
     if kind == "flip":
         data[world.chance.randrange(data.numel())] ^= 1 << world.chance.randrange(8)
@@ -160,13 +160,13 @@ def _harmed(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor:
     elif kind == "extend":
         data = torch.cat([data, torch.ones(8, dtype=torch.uint8, device="cpu")])
     elif kind == "stale":
-        # A message of the same size from another attempt, as a state that has trained on would send.
+        # A message of the same size, with the bytes of another state.
         data = data.roll(1) + 1
     return data
 
 
 class SimulatedLink(Link):
-    """One rank's end of the network."""
+    """The link of one rank."""
 
     sends_short = True
 
@@ -213,43 +213,43 @@ class SimulatedLink(Link):
 
 
 class SimulatedRunner:
-    """Takes the steps of a simulated process's lanes, by the world's clock."""
+    """Runs the steps of a simulated process's lanes by the world's clock."""
 
     def __init__(self, world: World, process: Callable[[], Process]) -> None:
         self._world = world
         self._process = process
-        self._at: dict[int, tuple[Lane[Any], Op, Limits]] = {}
+        self._pending: dict[int, tuple[Lane[Any], Op, Limits]] = {}
 
     def now_s(self) -> float:
-        """Give the world's time."""
+        """Return the simulated time."""
         return self._world.now_s
 
     def start(self, lane: Lane[Any], limits: Limits) -> None:
-        """Take the first step."""
+        """Run the first step."""
         self._advance(lane, limits, lambda: next(lane.steps))
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
-        """Take steps as messages complete, until a lane is over or the time has come."""
+        """Run steps as messages complete, until a lane is over or `until_s` is reached."""
         while True:
-            while self._takes_steps():
+            while self._run_ready_lanes():
                 pass
             if any(lane.over for lane in lanes) or self._world.now_s >= until_s:
                 return
-            deadlines = [limits.deadline_s for _, _, limits in self._at.values()]
+            deadlines = [limits.deadline_s for _, _, limits in self._pending.values()]
             self._process().wait(min([until_s, *(d for d in deadlines if d > self._world.now_s)]))
 
     def end(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Nothing is left behind here."""
+        """Do nothing: there are no threads to end."""
 
-    def _takes_steps(self) -> bool:
-        """Let every lane go on that can; say whether any did, for that may let others."""
-        before = {number: op for number, (_, op, _) in self._at.items()}
-        for lane, op, limits in list(self._at.values()):
-            self._go_on(lane, op, limits)
-        return {number: op for number, (_, op, _) in self._at.items()} != before
+    def _run_ready_lanes(self) -> bool:
+        """Continue every lane that can run; return whether any did, because that may unblock others."""
+        before = {number: op for number, (_, op, _) in self._pending.items()}
+        for lane, op, limits in list(self._pending.values()):
+            self._continue(lane, op, limits)
+        return {number: op for number, (_, op, _) in self._pending.items()} != before
 
-    def _go_on(self, lane: Lane[Any], op: Op, limits: Limits) -> None:
-        # A lane that was given up goes on, too, as its thread would: to find that out, and say farewell.
+    def _continue(self, lane: Lane[Any], op: Op, limits: Limits) -> None:
+        # A cancelled lane continues too, as its thread would: it sends an abort and ends.
         if op.over and op.error is None:
             self._advance(lane, limits, lambda: next(lane.steps))
         elif op.over or self._world.now_s >= limits.deadline_s:
@@ -260,13 +260,13 @@ class SimulatedRunner:
         try:
             op = step()
         except StopIteration as stop:
-            self._at.pop(id(lane), None)
+            self._pending.pop(id(lane), None)
             lane.settle(stop.value, None)
         except Exception as error:
-            self._at.pop(id(lane), None)
+            self._pending.pop(id(lane), None)
             lane.settle(None, error)
         else:
-            self._at[id(lane)] = (lane, op, limits)
+            self._pending[id(lane)] = (lane, op, limits)
             lane.progress.waiting_since_s = self._world.now_s
             if op.over:
-                self._go_on(lane, op, limits)
+                self._continue(lane, op, limits)

@@ -1,7 +1,7 @@
-"""The world: processes that take turns, events in order of time, and nothing that depends on real time.
+"""The simulated world: processes that take turns, and events in order of simulated time.
 
-Each process is a thread, because the engine is ordinary code that calls and waits; but only one of them
-ever runs, until it waits for something or ends, and the world decides who is next.
+Each process is a thread, because the engine is ordinary blocking code. Only one thread runs at a time, until
+it waits or ends; then the world chooses the next one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 
 class Killed(BaseException):
-    """Unwinds a process that was killed; nothing in it may catch this as an error of its own."""
+    """Unwinds a killed process. It is a BaseException, so that the engine does not handle it as an error."""
 
 
 def _held_lock() -> threading.Lock:
-    """Make a lock to wait on until somebody lets go of it: turns alternate, so nobody else takes it."""
+    """Return a lock that is held. A thread waits for its turn by acquiring it."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Process:
-    """One process. Over when `ended_s` is set, with a value, an error, or neither if it was killed."""
+    """One process. When `ended_s` is set, it has a value or an error, or neither if it was killed."""
 
     def __init__(self, world: World, rank: int, body: Callable[[], Any]) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class Process:
         self._world._idle.release()
 
     def wait(self, until_s: float) -> None:
-        """Let the others go on; come back at the given time, or when woken.
+        """Let other processes run; return at the given time, or when woken.
 
         Raises:
             Killed: the process was killed meanwhile.
@@ -67,13 +67,13 @@ class Process:
             raise Killed
 
     def wake(self) -> None:
-        """Let it go on as soon as it may."""
+        """Let the process continue at the current time."""
         if self.ended_s is None:
             self.awake_s = self._world.now_s
 
 
 class World:
-    """A clock, events to come, and processes."""
+    """A clock, a queue of events, and processes."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -84,18 +84,18 @@ class World:
         self._idle = _held_lock()
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
-        """Let something happen at a time."""
+        """Call `event` at a time."""
         heapq.heappush(self._events, (max(time_s, self.now_s), next(self._numbers), event))
 
     def start(self, rank: int, body: Callable[[], Any]) -> None:
-        """Add a process that begins when the world runs."""
+        """Add a process that starts when the world runs."""
         process = Process(self, rank, body)
         self.processes[rank] = process
         process.awake_s = 0.0
         process._thread.start()
 
     def kill(self, rank: int) -> None:
-        """End a process where it stands."""
+        """Kill a process at its current wait."""
         process = self.processes[rank]
         if process.ended_s is None and process.killed_s is None:
             process.killed_s = self.now_s
@@ -103,16 +103,16 @@ class World:
             process.wake()
 
     def stop(self, rank: int, until_s: float) -> None:
-        """Let a process sleep whatever it was doing, until the given time."""
+        """Stop a process until the given time."""
         self.processes[rank].stopped_until_s = until_s
         self.at(until_s, lambda: None)
 
     def is_gone(self, rank: int) -> bool:
-        """Say whether a process was killed."""
+        """Return whether a process was killed."""
         return self.processes[rank].killed_s is not None
 
     def run(self, until_s: float) -> None:
-        """Run until every process has ended, or the time is up; whoever is left then is killed."""
+        """Run until every process has ended or `until_s` is reached; then kill the others."""
         while any(process.ended_s is None for process in self.processes.values()):
             ready = [process for process in self.processes.values() if self._is_ready(process)]
             if ready:
@@ -144,6 +144,6 @@ class World:
                 ended_s = process.killed_s
                 process.killed_s = self.now_s if ended_s is None else ended_s
                 self._give_turn(process)
-                # A process that had to be ended here hung: that is what the caller wants to know.
+                # A process that is still running here hung: `ended_s` stays None.
                 process.ended_s = None if ended_s is None else process.ended_s
             process._thread.join()

@@ -1,6 +1,6 @@
-"""A group that only quacks like one: `send`, `recv` and `rank`, inside one process.
+"""A fake process group with only `send`, `recv` and `rank`, for ranks of one process.
 
-Messages are copies in mailboxes, so a test can send and then receive in the same thread.
+Messages are copied to mailboxes, so a test can send and then receive in the same thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Mailboxes:
     def __init__(self) -> None:
         self.boxes: defaultdict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
 
-    def waiting(self) -> int:
-        """Count the messages that nobody took."""
+    def unread(self) -> int:
+        """Count the messages that were sent but not received."""
         return sum(len(box) for box in self.boxes.values())
 
 
 class Group:
-    """One rank's end. `received_into` lists the memory that messages were received into."""
+    """The group as one rank sees it. `received_into` lists the memory that messages were received into."""
 
-    def __init__(self, mail: Mailboxes, rank: int) -> None:
-        self._mail = mail
+    def __init__(self, mailboxes: Mailboxes, rank: int) -> None:
+        self._mailboxes = mailboxes
         self._rank = rank
         self.received_into: list[tuple[int, int]] = []
 
@@ -38,17 +38,17 @@ class Group:
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         (tensor,) = tensors
-        self._mail.boxes[self._rank, dst, tag].append(tensor.clone())
+        self._mailboxes.boxes[self._rank, dst, tag].append(tensor.clone())
         return Work()
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
         (tensor,) = tensors
         self.received_into.append((tensor.data_ptr(), tensor.nbytes))
-        return Work(self._mail.boxes[src, self._rank, tag], tensor)
+        return Work(self._mailboxes.boxes[src, self._rank, tag], tensor)
 
 
 class SizedGroup(Group):
-    """Also knows how many ranks there are, as a real group does."""
+    """A fake group that has `size`, as a real group does."""
 
     def size(self) -> int:
         return 4
@@ -67,16 +67,16 @@ class Work:
         return True
 
 
-class Ends:
-    """A sender, rank 0, and a receiver, rank 1. Keywords are those of the receiver's PGTransport."""
+class TransportPair:
+    """The transports of a sender, rank 0, and a receiver, rank 1. Other keywords are the receiver's."""
 
     def __init__(
         self, local: object = None, *, sender: dict[str, Any] | None = None, **receiver: Any
     ) -> None:
-        self.mail = Mailboxes()
-        self.group = Group(self.mail, 1)
+        self.mailboxes = Mailboxes()
+        self.group = Group(self.mailboxes, 1)
         callback = None if local is None else lambda: local
-        self.sender = PGTransport(Group(self.mail, 0), TIMEOUT_S, "cpu", **(sender or {}))
+        self.sender = PGTransport(Group(self.mailboxes, 0), TIMEOUT_S, "cpu", **(sender or {}))
         self.receiver = PGTransport(self.group, TIMEOUT_S, "cpu", callback, **receiver)
 
     def transfer(self, state: object) -> Any:

@@ -1,34 +1,34 @@
-"""Put right what the first checks of a frame would find, so that the later ones have something to find.
+"""Repair errors that the first checks of a frame find, so that the later checks are tested too.
 
-Numbers that point nowhere are made to point somewhere, storages are made large enough, and what stands
-nowhere in the tree is given a place.
+Invalid indices become valid, storages become large enough, and unused branches and leaves get a place in the
+tree.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-BRANCHES, LEAVES, TENSORS, STORAGES = ROLES = (1, 2, 3, 4)
-"""Where a decoded manifest has its lists."""
+BRANCHES, LEAVES, TENSORS, STORAGES = LISTS = (1, 2, 3, 4)
+"""The positions of the lists in a decoded manifest."""
 
 MOST_BYTES = 2**62
 
 
-def mend(tree: Any) -> Any:
-    """Mend a decoded envelope as far as it has the right form; whatever has not is left as it is."""
+def repair(tree: Any) -> Any:
+    """Repair a decoded frame; a frame without the right structure is returned unchanged."""
     try:
         root, branches, leaves, tensors, storages = tree[0]
         storages = list(storages) or [0]
-        tensors = [_mend_tensor(each, storages) for each in tensors]
-        leaves = [_mend_leaf(each, len(tensors)) for each in leaves]
-        branches = _mend_branches(branches, len(leaves))
+        tensors = [_repair_tensor(each, storages) for each in tensors]
+        leaves = [_repair_leaf(each, len(tensors)) for each in leaves]
+        branches = _repair_branches(branches, len(leaves))
         root = -1 if branches else 0
         return [[root, branches, leaves, tensors, storages], *tree[1:]]
     except (TypeError, ValueError, LookupError):
         return tree
 
 
-def _mend_tensor(tensor: Any, storages: list[int]) -> Any:
+def _repair_tensor(tensor: Any, storages: list[int]) -> Any:
     dtype, itemsize, shape, stride, storage, offset, *bits = tensor
     storage = abs(storage) % len(storages)
     dims = min(len(shape), len(stride))
@@ -41,32 +41,32 @@ def _mend_tensor(tensor: Any, storages: list[int]) -> Any:
     return [dtype, itemsize, shape, stride, storage, offset, *bits]
 
 
-def _mend_leaf(leaf: Any, tensors: int) -> Any:
+def _repair_leaf(leaf: Any, tensors: int) -> Any:
     kind, parts, *rest = leaf
     return [kind, [abs(part) % tensors for part in parts] if tensors else [], *rest]
 
 
-def _mend_branches(branches: Any, leaves: int) -> Any:
-    """Give every branch but the first, and every leaf, one place; what had a place keeps it if it can."""
-    homeless = list(range(1, len(branches)))
-    lonely = set(range(leaves))
-    mended = []
+def _repair_branches(branches: Any, leaves: int) -> Any:
+    """Give every branch but the first, and every leaf, a place in the tree; keep valid places."""
+    unplaced_branches = list(range(1, len(branches)))
+    unplaced_leaves = set(range(leaves))
+    repaired = []
     for number, (kind, children, *rest) in enumerate(branches):
         placed = []
         for child in children:
-            if child < 0 and ~child in homeless and ~child > number:
-                homeless.remove(~child)
+            if child < 0 and ~child in unplaced_branches and ~child > number:
+                unplaced_branches.remove(~child)
                 placed.append(child)
             elif leaves:
                 placed.append(abs(child) % leaves)
-        lonely.difference_update(placed)
-        mended.append([kind, placed, *rest])
-    for left in [~number for number in homeless] + sorted(lonely):
-        mended[0][1].append(left)
-    return [_mend_keys(branch) for branch in mended]
+        unplaced_leaves.difference_update(placed)
+        repaired.append([kind, placed, *rest])
+    for left in [~number for number in unplaced_branches] + sorted(unplaced_leaves):
+        repaired[0][1].append(left)
+    return [_repair_keys(branch) for branch in repaired]
 
 
-def _mend_keys(branch: Any) -> Any:
+def _repair_keys(branch: Any) -> Any:
     kind, children, *rest = branch
     if rest and isinstance(rest[0], list):
         keys = rest[0][: len(children)]

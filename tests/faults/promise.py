@@ -1,4 +1,4 @@
-"""Says of a fault test what it shows, where scripts/fault_table.py finds it."""
+"""The promise that a fault test verifies. scripts/fault_table.py lists all of them in docs/faults.md."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Promise:
-    """What happens, what is then promised, and which defects of torch's PGTransport it stands for, by row."""
+    """A situation, the promised behaviour, and the rows of the defects of torch's PGTransport it covers."""
 
     when: str
     then: str
     rows: tuple[int, ...] = ()
 
 
-def shows(when: str, then: str, rows: tuple[int, ...] = ()) -> Callable[[F], F]:
-    """Note what a test shows."""
+def promises(when: str, then: str, rows: tuple[int, ...] = ()) -> Callable[[F], F]:
+    """Attach a promise to a test."""
 
-    def note(test: F) -> F:
+    def attach(test: F) -> F:
         test.promise = Promise(when, then, rows)  # type: ignore[attr-defined]
         return test
 
-    return note
+    return attach

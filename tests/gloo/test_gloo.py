@@ -1,7 +1,7 @@
-"""The ground that the code stands on: how gloo behaves, pinned, so that a torch that changes it is seen.
+"""The behaviour of gloo that torchferry relies on.
 
-Each test is a fact that some line of the engine or of the process group link leans on. If one of these fails
-after an upgrade of torch, that line wants another look, whatever the other tests say.
+Each test checks one behaviour on which the engine or the process group link depends. If one fails after an
+upgrade of torch, that code must be reviewed, even if all other tests pass.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LONG = timedelta(seconds=20)
 
 
 def group() -> dist.ProcessGroup:
-    """A group of its own for each test: most of them break it."""
-    made = dist.new_group(list(range(dist.get_world_size())))
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    """Create a group for one test: most tests break it."""
+    created = dist.new_group(list(range(dist.get_world_size())))
+    assert isinstance(created, dist.ProcessGroup)
+    return created
 
 
 def filled(nbytes: int, value: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def filled(nbytes: int, value: int) -> torch.Tensor:
 # --- tags and sizes -------------------------------------------------------------------------------------
 
 
-def messages_by_tag(rank: int) -> list[int]:
+def send_with_three_tags(rank: int) -> list[int]:
     pg = group()
     if rank == 0:
         works = [pg.send([filled(10, tag)], 1, tag) for tag in (5, 6)]
@@ -56,11 +56,11 @@ def messages_by_tag(rank: int) -> list[int]:
     return [int(buffer[0]) for buffer in buffers.values()]
 
 
-def test_messages_meet_their_tag_and_the_same_tag_is_first_in_first_out(pair: Cluster) -> None:
-    assert pair.run(messages_by_tag)[1] == [6, 5, 1, 2]
+def test_a_receive_gets_the_message_of_its_tag_and_equal_tags_keep_their_order(pair: Cluster) -> None:
+    assert pair.run(send_with_three_tags)[1] == [6, 5, 1, 2]
 
 
-def a_short_message(rank: int) -> list[int]:
+def receive_a_short_message(rank: int) -> list[int]:
     pg = group()
     if rank == 0:
         pg.send([filled(100, 7)], 1, 5).wait(LONG)
@@ -70,11 +70,11 @@ def a_short_message(rank: int) -> list[int]:
     return [int((buffer == 7).sum()), int((buffer == 1).sum())]
 
 
-def test_a_short_message_fills_its_part_of_a_longer_receive(pair: Cluster) -> None:
-    assert pair.run(a_short_message)[1] == [100, 100]
+def test_a_short_message_fills_the_beginning_of_a_longer_buffer(pair: Cluster) -> None:
+    assert pair.run(receive_a_short_message)[1] == [100, 100]
 
 
-def a_dropped_receive(rank: int) -> bool:
+def transfer_beside_unanswered_receives(rank: int) -> bool:
     pg = group()
     for _ in range(200):
         pg.recv([filled(1, 0)], 1 - rank, 999)
@@ -86,11 +86,11 @@ def a_dropped_receive(rank: int) -> bool:
     return bool((buffer == 9).all())
 
 
-def test_receives_that_nobody_answers_and_nobody_waits_for_do_no_harm(pair: Cluster) -> None:
-    assert pair.run(a_dropped_receive) == [True, True]
+def test_unanswered_receives_do_not_affect_other_messages(pair: Cluster) -> None:
+    assert pair.run(transfer_beside_unanswered_receives) == [True, True]
 
 
-def change_after_posting(rank: int) -> int:
+def change_after_the_send_is_posted(rank: int) -> int:
     pg = group()
     if rank == 0:
         data = filled(64 * MiB, 1)
@@ -105,14 +105,14 @@ def change_after_posting(rank: int) -> int:
     return int(buffer[-1])
 
 
-def test_a_tensor_is_read_when_it_is_sent_and_not_when_it_is_posted(pair: Cluster) -> None:
-    assert pair.run(change_after_posting)[1] == 2
+def test_a_tensor_is_read_when_its_bytes_are_sent_and_not_when_the_send_is_posted(pair: Cluster) -> None:
+    assert pair.run(change_after_the_send_is_posted)[1] == 2
 
 
-# --- waits and their ends -------------------------------------------------------------------------------
+# --- how waits end ----------------------------------------------------------------------------------
 
 
-def ended(work: dist.Work, timeout: timedelta = LONG) -> tuple[str, float]:
+def wait_and_time(work: dist.Work, timeout: timedelta = LONG) -> tuple[str, float]:
     start = time.monotonic()
     try:
         work.wait(timeout)
@@ -121,26 +121,26 @@ def ended(work: dist.Work, timeout: timedelta = LONG) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-def let_a_wait_expire(rank: int) -> tuple[str, float, int]:
+def let_a_wait_time_out(rank: int) -> tuple[str, float, int]:
     pg = group()
     pg.barrier().wait(LONG)
     if rank == 1:
-        said, seconds = ended(pg.recv([filled(1, 0)], 0, 50))
-        return said, seconds, 0
+        error, seconds = wait_and_time(pg.recv([filled(1, 0)], 0, 50))
+        return error, seconds, 0
     late = filled(MiB, 0)
     posted = pg.recv([late], 1, 51)
     results: list[tuple[str, float]] = []
-    blocked = threading.Thread(target=lambda: results.append(ended(posted)))
+    blocked = threading.Thread(target=lambda: results.append(wait_and_time(posted)))
     blocked.start()
-    ended(pg.recv([filled(1, 0)], 1, 52), timedelta(milliseconds=1))
+    wait_and_time(pg.recv([filled(1, 0)], 1, 52), timedelta(milliseconds=1))
     blocked.join(10)
     return (*results[0], int(late.max()))
 
 
-def test_a_wait_that_expires_ends_all_others_and_tells_the_peer(pair: Cluster) -> None:
-    here, there = pair.run(let_a_wait_expire)
-    for said, seconds, _ in (here, there):
-        assert said
+def test_a_wait_that_times_out_ends_all_other_waits_on_both_sides(pair: Cluster) -> None:
+    here, there = pair.run(let_a_wait_time_out)
+    for error, seconds, _ in (here, there):
+        assert error
         assert seconds < 5
     assert here[2] == 0
 
@@ -151,14 +151,14 @@ def die_between_messages(rank: int) -> tuple[str, float]:
         pg.send([filled(1, 1)], 0, 5).wait(LONG)
         os.kill(os.getpid(), signal.SIGKILL)
     pg.recv([filled(1, 0)], 1, 5).wait(LONG)
-    return ended(pg.recv([filled(1, 0)], 1, 6))
+    return wait_and_time(pg.recv([filled(1, 0)], 1, 6))
 
 
 def test_a_peer_that_dies_between_messages_is_reported_at_once(doomed: Cluster) -> None:
     survivor, dead = doomed.start([(die_between_messages, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
-    said, seconds = survivor.value
-    assert said
+    error, seconds = survivor.value
+    assert error
     assert seconds < 2
 
 
@@ -174,7 +174,7 @@ def die_in_the_middle(rank: int) -> tuple[str, float, str, float]:
     results: list[tuple[str, float]] = []
     work = pg.send([filled(256 * MiB, 1)], 1, 6)
     # The receive was posted, or soon is: its memory may still be being faulted in when it is stopped.
-    waiting = threading.Thread(target=lambda: results.append(ended(work, timedelta(seconds=3))))
+    waiting = threading.Thread(target=lambda: results.append(wait_and_time(work, timedelta(seconds=3))))
     waiting.start()
     waiting.join(0.5)
     os.kill(int(pid), signal.SIGKILL)
@@ -190,18 +190,18 @@ def die_in_the_middle(rank: int) -> tuple[str, float, str, float]:
     return (*results[0], refused, found_s)
 
 
-def test_a_new_receive_is_refused_at_once_when_the_peer_is_dead_and_that_is_what_probes_rely_on(
+def test_a_new_receive_from_a_dead_peer_fails_at_once(
     doomed: Cluster,
 ) -> None:
     survivor, dead = doomed.start([(die_in_the_middle, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
-    said, _, refused, found_s = survivor.value
-    assert said
+    error, _, refused, found_s = survivor.value
+    assert error
     assert refused
     assert found_s < 1
 
 
-def many_at_once(rank: int) -> bool:
+def send_many_messages_at_once(rank: int) -> bool:
     pg = group()
     buffers = [filled(1000, n % 256 if rank == 0 else 0) for n in range(500)]
     post = pg.send if rank == 0 else pg.recv
@@ -211,32 +211,32 @@ def many_at_once(rank: int) -> bool:
     return all(bool((buffer == n % 256).all()) for n, buffer in enumerate(buffers))
 
 
-def test_many_messages_may_be_under_way_at_once(pair: Cluster) -> None:
-    assert pair.run(many_at_once) == [True, True]
+def test_many_messages_can_be_in_flight_at_once(pair: Cluster) -> None:
+    assert pair.run(send_many_messages_at_once) == [True, True]
 
 
-def new_groups(rank: int) -> list[int]:
+def break_two_groups(rank: int) -> list[int]:
     seen = []
     for value in (3, 4):
         pg = group()
         data = filled(8, value if rank == 0 else 0)
         (pg.send if rank == 0 else pg.recv)([data], 1 - rank, 5).wait(LONG)
         seen.append(int(data[0]))
-        # Breaks this group for good; the next one does not suffer.
-        ended(pg.recv([filled(1, 0)], 1 - rank, 6), timedelta(milliseconds=1))
+        # This breaks the group, but not the next one.
+        wait_and_time(pg.recv([filled(1, 0)], 1 - rank, 6), timedelta(milliseconds=1))
     return seen
 
 
-def test_a_new_group_works_after_the_old_one_broke(pair: Cluster) -> None:
-    assert pair.run(new_groups) == [[3, 4], [3, 4]]
+def test_a_new_group_works_after_an_old_one_broke(pair: Cluster) -> None:
+    assert pair.run(break_two_groups) == [[3, 4], [3, 4]]
 
 
 @pytest.mark.parametrize("tag", [0, 2**31 - 1])
-def test_tags_up_to_the_largest_int_are_honoured(pair: Cluster, tag: int) -> None:
-    assert pair.run(one_tag, tag) == [True, True]
+def test_tags_up_to_the_largest_int_work(pair: Cluster, tag: int) -> None:
+    assert pair.run(transfer_with_tag, tag) == [True, True]
 
 
-def one_tag(rank: int, tag: int) -> bool:
+def transfer_with_tag(rank: int, tag: int) -> bool:
     pg = group()
     data = filled(8, 5 if rank == 0 else 0)
     (pg.send if rank == 0 else pg.recv)([data], 1 - rank, tag).wait(LONG)

@@ -1,4 +1,4 @@
-"""The ground, where it gives way: what gloo does that no code above it can mend. SECURITY.md says so too."""
+"""Limits of gloo that torchferry can't work around. SECURITY.md lists them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LONG = timedelta(seconds=20)
 LARGE_BYTES = 256 << 20
 
 
-def ended(work: Any, timeout_s: float) -> tuple[str, float]:
-    """Wait, and say how it ended and after how long; nothing if it ended well."""
+def wait_and_time(work: Any, timeout_s: float) -> tuple[str, float]:
+    """Wait, and return the error, empty on success, and the duration."""
     start = time.monotonic()
     try:
         work.wait(timedelta(seconds=timeout_s))
@@ -40,7 +40,7 @@ def die_while_sending(rank: int) -> dict[str, Any] | None:
     held = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
     results: list[tuple[str, float]] = []
     waiting = threading.Thread(
-        target=lambda work: results.append(ended(work, 2.0)), args=(pg.recv([held], 1, 2),)
+        target=lambda work: results.append(wait_and_time(work, 2.0)), args=(pg.recv([held], 1, 2),)
     )
     waiting.start()
     while not held[0]:
@@ -52,27 +52,27 @@ def die_while_sending(rank: int) -> dict[str, Any] | None:
     return {"torn": not bool(held[-1]), "silent": silent, "ended": results[0]}
 
 
-def test_a_sender_that_dies_in_a_message_wakes_nobody(doomed: Cluster) -> None:
-    """Why a peer that is quiet is probed, and why nobody who matters waits in the backend."""
+def test_a_receiver_is_not_woken_when_the_sender_dies_in_the_middle_of_a_message(doomed: Cluster) -> None:
+    """Therefore silent peers are probed, and the caller's thread never waits in the backend."""
     survivor, dead = doomed.start([(die_while_sending, ())] * 2).outcomes()
     assert isinstance(dead.error, WorkerDied)
     assert survivor.error is None, survivor.error
     assert survivor.value["torn"], "the message was complete before the sender could be killed"
     assert survivor.value["silent"]
-    said, seconds = survivor.value["ended"]
-    assert said
+    error, seconds = survivor.value["ended"]
+    assert error
     assert seconds > 1.5
 
 
-def long_into_short(rank: int) -> str:
+def send_a_long_message_to_a_short_buffer(rank: int) -> str:
     pg: Any = dist.group.WORLD
     held = torch.zeros(100 if rank else 200, dtype=torch.uint8)
-    return ended(pg.recv([held], 0, 1) if rank else pg.send([held], 1, 1), 3.0)[0]
+    return wait_and_time(pg.recv([held], 0, 1) if rank else pg.send([held], 1, 1), 3.0)[0]
 
 
-def test_a_message_longer_than_its_receive_aborts_the_receiver(doomed: Cluster) -> None:
-    """Why both ends derive all sizes from one plan. A peer that means harm need not."""
-    sender, receiver = doomed.start([(long_into_short, ())] * 2).outcomes()
+def test_a_message_longer_than_its_receive_buffer_aborts_the_receiver(doomed: Cluster) -> None:
+    """Therefore both sides derive all sizes from one plan. A hostile peer can still do this."""
+    sender, receiver = doomed.start([(send_a_long_message_to_a_short_buffer, ())] * 2).outcomes()
     assert sender.error is None, sender.error
     assert isinstance(receiver.error, WorkerDied)
     assert receiver.error.exitcode == -signal.SIGABRT
