@@ -19,6 +19,7 @@ from torchferry.errors import (
     PeerGaveUp,
     SendLate,
     StateChanged,
+    StateError,
     Unsendable,
 )
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Pending
@@ -218,6 +219,34 @@ def test_a_failing_sender_sends_an_abort_even_after_tiny_messages(
     with pytest.raises(RuntimeError, match="can't be read"):
         send_state(ShortLink(network, 0), [1], state, options)
     with pytest.raises(PeerGaveUp):
+        receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
+
+
+class FreeingLink(ShortLink):
+    """Frees a tensor's memory after the first message from it completed, as sharded training does."""
+
+    def __init__(self, network: MemoryNetwork, tensor: torch.Tensor) -> None:
+        super().__init__(network, 0)
+        self._tensor = tensor
+
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        pending, storage = super().send(buffer, peer, tag), self._tensor.untyped_storage()
+        if buffer.untyped_storage().data_ptr() != storage.data_ptr():
+            return pending
+
+        class Freeing:
+            def wait(self, timeout_s: float) -> None:
+                pending.wait(timeout_s)
+                storage.resize_(0)
+
+        return Freeing()
+
+
+def test_a_sender_that_can_t_hash_what_it_sent_sends_an_abort() -> None:
+    network, tensor = MemoryNetwork(), torch.ones(48_000_000, dtype=torch.uint8)
+    with pytest.raises(StateError, match="freed during the transfer"):
+        send_state(FreeingLink(network, tensor), [1], {"a": tensor}, SendOptions(10, MAX_METADATA_BYTES))
+    with pytest.raises(PeerGaveUp, match="rank 0 aborted the transfer"):
         receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
