@@ -22,20 +22,22 @@ and a test of each promise; `make faults` runs everything.
 
 These rules hold for every transfer:
 
-- One deadline covers a transfer. After it, the call raises a `TimeoutError`, at most 0.5 s late. Local work
-  before the first byte (the `state_dict` function, describing, comparing) and after the last byte (assembling
-  the state) is not interrupted: the deadline is checked between these steps.
-- If a peer that this process waits for is gone, the call raises a `ConnectionError` within 1 s, between
-  messages or in the middle of one. A sender may leave once it has sent everything: the receiver completes.
+- One deadline covers a transfer. While the call waits for a peer, it raises a `TimeoutError` at most 0.5 s
+  after the deadline. Local work before the first byte (the `state_dict` function, describing, comparing) and
+  after the last byte (assembling the state) is not interrupted; the deadline is checked after each step.
+- If the process of a peer ends while this process waits for it, the call raises a `ConnectionError` within
+  1 s, between messages or in the middle of one. Once `send_checkpoint` has returned, the sender's process may
+  exit: the receiver still completes.
 - Both errors name the peer and the phase. Once tensors are being transferred, they also name the path, the
   bytes done and the bytes in total.
-- An error other than `TargetTorn` means that no local tensor was changed. `TargetTorn` lists the paths that
-  are whole, torn and untouched; the tests compare the lists with the tensors. Once the error is raised, no
-  more bytes are written.
-- After a failure, the next call on that group raises `GroupBroken`, which asks for a new group. A new group
-  of the surviving ranks works. If a receiver rejects the state, the group stays usable.
-- A thread that gloo blocks in the middle of a cut message can't be woken; it ends at the transfer's deadline.
-  No other thread is left.
+- Only `TargetTorn`, with its subclasses `TornAndLate` and `TornAndBroken`, means that local tensors were
+  changed. It lists the paths that are whole, torn and untouched; the tests compare the lists with the
+  tensors. Once the error is raised, no more bytes are written.
+- If a transfer fails while messages are still pending, the next call on its group raises `GroupBroken`:
+  create a new group of the surviving ranks. If the sender or a receiver rejects the state, or if received
+  bytes are damaged, the group stays usable.
+- If a peer ends in the middle of a message, gloo may block a thread that can't be interrupted. It ends at the
+  transfer's deadline. No other thread is left.
 - If a backend other than gloo can't detect that a peer is gone, the deadline still applies.
 """
 
@@ -48,9 +50,11 @@ def render() -> str:
 def _matrix() -> Iterator[str]:
     yield "## Faults at every point of a transfer\n"
     yield (
-        "The state has 64 MiB in eight messages, and is received in place. The fault happens just before the "
-        "named message\nis posted, when all earlier messages are complete. The survivor is the process at "
-        "the other end.\n"
+        "The state has 64 MiB in eight messages, and is received in place. A fault happens just before a "
+        'message is posted,\nwhen all earlier messages are complete. "Before metadata" is before the length '
+        'of the metadata, "in metadata" is\nbetween the length and the metadata, and "after the last '
+        'message" is before the digests. Faults "in the middle of a\nmessage" and "after the call '
+        'returned" are exceptions. The survivor is the process at the other end.\n'
     )
     count = len(cases.PAIRS)
     yield from _faults(
@@ -61,8 +65,9 @@ def _matrix() -> Iterator[str]:
         f"Three receivers, a fault of one receiver: {count} cases",
         cases.ONE_OF_THREE,
         "test_a_fault_of_one_receiver_does_not_affect_the_others",
-        note="The other two receivers get the exact state. The sender raises `SendFailed` (`SendLate` or\n"
-        "`SendBroken`). Its `delivered` has the other ranks, its `failed` the victim with the error below.",
+        note='The other two receivers get the exact state. Unless the table says "none", the sender raises\n'
+        "`SendFailed` (`SendLate` or `SendBroken`): `delivered` lists the other two ranks, and `failed` has\n"
+        "the error below for the victim.",
     )
     count = len(cases.SENDER_OF_THREE)
     yield from _faults(
@@ -93,8 +98,11 @@ def _errors(case: Case) -> str:
 
 def _promises() -> Iterator[str]:
     yield "## Everything else\n"
-    yield "The last column has the rows of the defects of torch's PGTransport that the test covers.\n"
-    yield "| situation | promise | test | rows |"
+    yield (
+        "The last column has the numbers of the defects of torch's PGTransport that the test covers (see\n"
+        "`tests/defects/test_rows.py`).\n"
+    )
+    yield "| situation | promise | test | defects |"
     yield "| --- | --- | --- | --- |"
     for module in (test_promises, test_local_work, test_relays, test_leaks):
         for name, promise in _promises_in(module):

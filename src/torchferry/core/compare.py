@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from torchferry.core.extents import TooIrregular, are_disjoint, footprint, overlaps_itself, union
+from torchferry.core.extents import Budget, TooIrregular, are_disjoint, footprint, overlaps_itself, union
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.text import show_difference, show_name
 from torchferry.core.tree import Occurrence, Path, format_path, occurrences
@@ -111,6 +111,7 @@ def _are_identical(incoming: Manifest, local: Manifest) -> bool:
         and all(
             theirs.parts == ours.parts
             and theirs.fixed == ours.fixed
+            and (theirs.fixed is None or theirs.kind not in _VALUE_KINDS)
             and (theirs.kind == ours.kind or (theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS))
             for theirs, ours in zip(incoming.leaves, local.leaves, strict=True)
         )
@@ -196,10 +197,15 @@ def _compare_leaves(
     specs = list(zip(their_specs, our_specs, strict=False))
     if not fits or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs):
         their_properties, our_properties = properties_of(theirs, their_specs), properties_of(ours, our_specs)
+        found = False
         for name in {**their_properties, **our_properties}:
             one, two = their_properties.get(name, "none"), our_properties.get(name, "none")
             if one != two:
+                found = True
                 yield name, *show_difference(one, two)
+        if not found:
+            # Properties are text for people. `fixed` decides.
+            yield "metadata", *show_difference(str(theirs.fixed), str(ours.fixed))
         return
     for a, b in specs:
         if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
@@ -236,10 +242,15 @@ def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manif
     if are_disjoint([extent for extents in unions for extent in extents]):
         return
     earlier: list[TensorPair] = []
+    budget = Budget()
+
+    def clashes(pair: TensorPair, other: TensorPair) -> bool:
+        budget.spend(1)
+        return not are_disjoint(used[pair.local] + used[other.local], budget)
+
     for group in groups:
         for pair in group:
-            clashes = (other for other in earlier if not are_disjoint(used[pair.local] + used[other.local]))
-            if (other := next(clashes, None)) is not None:
+            if (other := next((each for each in earlier if clashes(pair, each)), None)) is not None:
                 what = (
                     f"shares local memory with {format_path(other.path)}, but the incoming tensors do not "
                     "share memory like this; clone() one of them"
@@ -271,6 +282,7 @@ _MAX_WRAPPER_WORDS = 3
 """DistributedDataParallel around a compiled module is two words: `module._orig_mod.`"""
 _MAX_PREFIXES = 8
 _MAX_KEY_CHARACTERS = 4096
+_MAX_WORDS = 64
 
 _Words = tuple[str, ...]
 
@@ -313,4 +325,4 @@ def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tup
 
 
 def _words(path: Path) -> _Words:
-    return tuple(word for key in path for word in str(key)[:_MAX_KEY_CHARACTERS].split("."))
+    return tuple(word for key in path for word in str(key)[:_MAX_KEY_CHARACTERS].split("."))[:_MAX_WORDS]

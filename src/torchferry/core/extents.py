@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from math import prod
 
 from msgspec import Struct
@@ -114,7 +115,9 @@ def union(extents: Collection[Extent], budget: Budget | None = None) -> list[Ext
     merged: list[Extent] = []
     overlapping: list[Extent] = []
     end = 0
-    for extent in sorted(set(extents), key=lambda extent: (extent.offset, -extent.end)):
+    # Equal extents are dropped by sorting, not by a set: a peer can choose extents whose hashes collide.
+    ordered = sorted(extents, key=lambda each: (each.offset, -each.end, each.run_bytes, each.repeats))
+    for extent, _ in groupby(ordered):
         if extent.offset >= end:
             merged += _merge(overlapping, budget)
             overlapping = []

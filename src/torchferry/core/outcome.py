@@ -55,8 +55,8 @@ def outcome(
         parts = manifest.leaves[number].parts
         if not parts or (paired is not None and path not in paired):
             continue
-        # A tensor without bytes has no chunks. It is whole.
-        found = set().union(*(states.get(part, {ChunkState.WHOLE}) for part in parts))
+        # A tensor without bytes has no chunks. A leaf of only such tensors is whole.
+        found = set().union(*(states.get(part, ()) for part in parts)) or {ChunkState.WHOLE}
         if found == {ChunkState.WHOLE}:
             whole.append(format_path(path))
         elif found == {ChunkState.UNTOUCHED}:

@@ -146,17 +146,19 @@ def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[lis
         TooIrregular: it would take too many comparisons.
     """
     tensors_of: list[list[int]] = [[] for _ in extents]
-    number_of = {extent: number for number, extent in enumerate(extents)}
-    # Extents are sorted. The reach of an extent is the last end among it and those before it.
+    # Extents are sorted, and no two start at the same byte. The reach of an extent is the last end among it
+    # and those before it.
+    starts = [(extent.storage, extent.offset) for extent in extents]
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()
     for tensor, spec in enumerate(incoming.tensors):
         for used in footprint(spec, footprint_budget):
-            if used in number_of:
-                tensors_of[number_of[used]].append(tensor)
+            # Found by bisection, not by hash: a peer can choose extents whose hashes collide.
+            number = bisect_left(starts, (used.storage, used.offset))
+            if number < len(extents) and extents[number] == used:
+                tensors_of[number].append(tensor)
                 continue
-            past = (used.storage, used.end)
-            number = bisect_left(extents, past, key=lambda extent: (extent.storage, extent.offset)) - 1
+            number = bisect_left(starts, (used.storage, used.end)) - 1
             while number >= 0 and reach[number] > (used.storage, used.offset):
                 comparison_budget.spend(1)
                 if not are_disjoint((used, extents[number]), comparison_budget):

@@ -11,7 +11,7 @@ from math import prod
 from msgspec import msgpack
 
 from torchferry.core.hash_flooding import is_hash_flood
-from torchferry.core.manifest import MAX_DIMS, Branch, Manifest, Special, TensorSpec
+from torchferry.core.manifest import MAX_DIMS, OPAQUE, Branch, Manifest, Special, TensorSpec
 from torchferry.core.strides import find_pattern
 from torchferry.core.text import show
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, path_bytes
@@ -34,6 +34,8 @@ def validate(manifest: Manifest) -> None:
     _validate_tree(manifest)
     tensors = len(manifest.tensors)
     for number, leaf in enumerate(manifest.leaves):
+        if leaf.kind == OPAQUE:
+            raise BadManifest(f"leaf {number} is opaque, which only a local leaf can be")
         if leaf.parts and max(leaf.parts) >= tensors:
             raise BadManifest(f"leaf {number} refers to tensor {max(leaf.parts)}, but there are {tensors}")
     _reject_hash_flood(manifest.tensors)

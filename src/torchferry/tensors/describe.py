@@ -28,10 +28,10 @@ from torchferry.torch_internals import UNCOUNTED, versions_of
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _COUNT_PATHS_AT = 1 << 15
-"""When the walk reaches this many containers, all paths of the state are counted, without walking them."""
+"""At this many containers, the walk computes the size of all paths, to reject exponential growth early."""
 
-_LeafOfOther = Callable[[object, Unsendable], Leaf]
-"""Returns a leaf for a value that can't be described, or raises Unsendable. The error says why it can't."""
+_SubstituteLeaf = Callable[[object, Unsendable], Leaf]
+"""Called with a value that can't be described and the reason. Returns a substitute leaf, or raises."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,17 @@ def _opaque_leaf(value: object, error: Unsendable) -> Leaf:
     return Leaf(OPAQUE, fixed=why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
 
-def _describe(state: object, leaf_of_other: _LeafOfOther) -> Description:
+def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
     try:
-        walk = _Walk(state, leaf_of_other)
+        walk = _Walk(state, substitute_leaf)
         try:
             specs, memories, sizes = find_storages(walk.tensors)
         except (Unsendable, RuntimeError):
             # Checking all tensors at once is fast, but does not tell which one can't be sent.
-            walk = _Walk(state, leaf_of_other, check_each=True)
+            walk = _Walk(state, substitute_leaf, check_each=True)
             specs, memories, sizes = find_storages(walk.tensors)
     except RecursionError:
-        what = "the state is nested deeper than Python's stack allows here: flatten it, or nest fewer calls"
+        what = "the state is nested deeper than Python's stack allows: flatten it, or break its cycle"
         raise Unsendable(what, phase="describe") from None
     manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
     versions = versions_of(walk.tensors)
@@ -124,21 +124,21 @@ def _describe(state: object, leaf_of_other: _LeafOfOther) -> Description:
 class _Walk:
     """One pass through a state. With `check_each`, each tensor is checked at its path."""
 
-    def __init__(self, state: object, leaf_of_other: _LeafOfOther, *, check_each: bool = False) -> None:
+    def __init__(self, state: object, substitute_leaf: _SubstituteLeaf, *, check_each: bool = False) -> None:
         self.branches: list[Branch] = []
         self.leaves: list[Leaf] = []
         self.values: list[object] = []
         self.tensors: list[torch.Tensor] = []
         self.array_tensors: list[int] = []
         self._state = state
-        self._leaf_of_other = leaf_of_other
+        self._substitute_leaf = substitute_leaf
         self._check_each = check_each
         self._leaf_by_id: dict[int, int] = {}
         self._path_bytes = 0
         self.root = self._visit(state, (), 0)
 
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
-        """Describe the value at a path of this length, and return its number as `Branch.children` has it."""
+        """Describe the value at a path of `length_bytes`, and return its number for `Branch.children`."""
         try:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
             if parts is None:
@@ -146,7 +146,7 @@ class _Walk:
             keys = None if parts.keys is None else _keys_to_wire(parts.keys)
         except Unsendable as error:
             try:
-                return self._add_leaf(self._leaf_of_other(value, error), value)
+                return self._add_leaf(self._substitute_leaf(value, error), value)
             except Unsendable as refusal:
                 raise refusal.at(format_path(path)).with_context(phase="describe") from None
         if len(path) >= MAX_DEPTH:
@@ -162,13 +162,13 @@ class _Walk:
         key_bytes = path_bytes(branch)
         self._path_bytes += len(key_bytes) * (length_bytes + 16) + sum(key_bytes)
         if index == _COUNT_PATHS_AT:
-            # If nested containers stand in two places each, there are exponentially many paths to walk.
+            # If nested containers are each in two places, the number of paths grows exponentially.
             self._path_bytes = max(self._path_bytes, _count_paths(self._state, {})[1])
         if self._path_bytes > MAX_PATH_BYTES:
             raise _too_large(
                 path,
-                f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes together, which no receiver "
-                "accepts. Is one container in very many places? Each place is received as its own container",
+                f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes, which no receiver accepts. "
+                "A container in several places is sent once for each place: reduce the number of places",
             )
         children = self._add_plain_tensors(parts.children) or [
             self._visit(child, (*path, name), length_bytes + 8 + nbytes)
@@ -178,7 +178,7 @@ class _Walk:
         return ~index
 
     def _add_plain_tensors(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Describe many tensors at once, three times as fast; None unless all are new plain tensors."""
+        """Describe all values at once, which is faster; return None unless all are new plain tensors."""
         ids = list(map(id, values))
         if (
             self._check_each
@@ -215,7 +215,10 @@ class _Walk:
 
     def _add_tensor(self, tensor: torch.Tensor) -> int:
         if self._check_each:
-            check_tensor(tensor)
+            try:
+                check_tensor(tensor)
+            except RuntimeError as error:
+                raise Unsendable(f"a tensor without accessible memory can't be sent: {error}") from None
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 

@@ -1,9 +1,9 @@
 """Finds the storages behind a state's tensors: which tensors share memory, and which bytes they use.
 
-Two torch storages over the same bytes (an ndarray and the tensor made from it) are one storage here. A
-storage starts at the first byte that a tensor uses and ends at the last, so a small view of a large torch
-storage costs only its own size. If several torch storages share it, it starts up to 15 bytes earlier, so that
-items in ndarrays, which are described as bytes, stay aligned.
+CPU storages of torch that overlap, such as those of a tensor and of an ndarray over the same memory, become
+one storage here. A storage starts at the first byte that a tensor uses and ends at the last, so a small view
+of a large torch storage costs only its own size. Tensors that share a storage must stay aligned in it, so it
+may start up to 15 bytes earlier.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
     if tensor.is_neg() and not (tensor.is_floating_point() or tensor.is_complex()):
         raise Unsendable(f"a {tensor.dtype} tensor with the neg bit set can't be sent: clone() it first")
     if is_zerotensor(tensor):
-        raise Unsendable("a tensor of zeros that autograd made without data: clone() it first")
+        raise Unsendable("a zero tensor that autograd made without data can't be sent: clone() it first")
     # Sharded training frees the storage of a parameter and keeps its shape. Viewing such a tensor as bytes
     # would silently allocate new, uninitialized memory for it.
     held = tensor.untyped_storage().nbytes()

@@ -49,10 +49,12 @@ def check_link(*, timeout_s: float = 10.0) -> tuple[Callable[[Link, int], None],
 
 
 def check_properties(link: Link) -> None:
-    """`takes` returns a bool for every device, and transfers get different identifiers."""
+    """`can_access` returns a bool for every device, and every transfer gets a new identifier."""
     for device in {link.device, torch.device("cpu"), torch.device("meta")}:
-        assert isinstance(link.can_access(device), bool), f"takes({device}) does not return a bool"
-    assert not link.can_access(torch.device("meta")), "the link takes memory of the meta device"
+        assert isinstance(link.can_access(device), bool), f"can_access({device}) does not return a bool"
+    assert not link.can_access(torch.device("meta")), (
+        "the link can access the meta device, which has no memory"
+    )
     one, two = link.new_transfer(), link.new_transfer()
     assert one.serial != two.serial, "two transfers have the same serial number"
     assert one.nonce != two.nonce, "two transfers have the same nonce"
@@ -186,5 +188,5 @@ def _check_arrives(link: Link, channel: Channel, seed: int, nbytes: int, timeout
 
 
 def _bytes(link: Link, seed: int, nbytes: int) -> torch.Tensor:
-    numbers = torch.arange(nbytes, dtype=torch.int64, device="cpu") * 2654435761 + seed * 97
+    numbers = torch.arange(1, nbytes + 1, dtype=torch.int64, device="cpu") * 2654435761 + seed * 97
     return (numbers >> 7).to(torch.uint8).to(link.device)

@@ -139,6 +139,13 @@ attacks(
         "sparse_of_a_size_that_overflows": lambda: leaf(
             "sparse", fixed(SPARSE, size=[2**62, 2**62]), INDICES, VALUES
         ),
+        "sparse_of_a_size_that_overflows_beside_a_zero": lambda: leaf(
+            "sparse", fixed(SPARSE, size=[0, 2**62, 2**62]), INDICES, VALUES
+        ),
+        "sparse_of_very_many_dimensions": lambda: leaf(
+            "sparse", fixed(SPARSE, size=[2**62] * 200_000), INDICES, VALUES
+        ),
+        "opaque_as_only_local_leaves_are": lambda: leaf("opaque", (None, None)),
         "sparse_of_indices_without_end": lambda: leaf(
             "sparse",
             SPARSE,

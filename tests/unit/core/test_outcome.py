@@ -71,3 +71,14 @@ class TestViewsThatOverlapTooIrregularly:
     def test_are_named_together_when_a_chunk_was_damaged(self) -> None:
         assert paths_of(IRREGULAR, self.plan, {0}) == ["a", "b"]
         assert paths_of(IRREGULAR, self.plan, {self.third}) == ["c"]
+
+
+def test_an_empty_tensor_does_not_make_an_untouched_leaf_torn() -> None:
+    """A CSR tensor without items has bytes in one of its three tensors."""
+    specs = tuple(TensorSpec("int64", 8, (size,), (1,), number, 0) for number, size in enumerate((4, 0, 0)))
+    manifest = Manifest(0, (), (Leaf("compressed", (0, 1, 2)),), specs, (32, 0, 0))
+    plan = make_plan(manifest)
+    assert outcome(manifest, plan, [UNTOUCHED]).untouched == ("(the state itself)",)
+    assert outcome(manifest, plan, [WHOLE]).whole == ("(the state itself)",)
+    empty = Manifest(0, (), (Leaf("tensor", (0,)),), specs[1:2], (0, 0, 0))
+    assert outcome(empty, make_plan(empty), []).whole == ("(the state itself)",)

@@ -126,7 +126,7 @@ class LinkWithOneTransfer(MemoryLink):
     [
         (FlippingLink, "arrived changed"),
         (LinkWithoutTags, "got a message of the other"),
-        (LinkForAnyMemory, "takes memory of the meta device"),
+        (LinkForAnyMemory, "can access the meta device"),
         (LinkWithDeadPeers, "reported as gone"),
         (OverwritingLink, "wrote more than its own bytes"),
         (LinkThatDoesNotClose, "close raised"),

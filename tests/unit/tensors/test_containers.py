@@ -290,7 +290,7 @@ def test_a_container_in_too_many_places_is_refused_at_the_sender(levels: int) ->
         state = [state, state]
     error = refusal_of({"model": state})
     assert (error.path or "").startswith("model[0]")
-    assert "Is one container in very many places?" in str(error)
+    assert "A container in several places is sent once for each place" in str(error)
 
 
 def test_a_container_in_two_places_arrives_as_two_with_the_same_tensors() -> None:

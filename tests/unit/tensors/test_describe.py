@@ -86,3 +86,14 @@ def test_ndarrays_and_inference_tensors_are_listed_as_uncounted() -> None:
         inference = torch.ones(3)
     described = describe({"plain": torch.ones(3), "array": numpy.ones(3), "inference": inference})
     assert described.uncounted == {1, 2}
+
+
+def test_a_tensor_whose_memory_torch_hides_is_refused_with_its_path() -> None:
+    """torch.vmap passes tensors that have no storage."""
+
+    def send(row: torch.Tensor) -> torch.Tensor:
+        describe({"model": {"row": row}})
+        return row
+
+    with pytest.raises(Unsendable, match=r"model\.row: a tensor without accessible memory"):
+        torch.vmap(send)(torch.ones(2, 3))

@@ -177,3 +177,13 @@ def test_an_array_that_is_not_only_bytes_is_refused_with_its_path_and_advice(nam
     array, said = REFUSED[name]
     message = refusal_at_a_path(array)
     assert [words for words in said if words not in message] == []
+
+
+def test_in_place_dtypes_that_differ_only_in_a_late_field_do_not_match() -> None:
+    """The text of such a dtype is longer than an error shows."""
+    fields = [(f"field{n:03}", "i4") for n in range(40)]
+    renamed = [*fields[:-1], ("renamed", "i4")]
+    local = numpy.zeros(3, renamed)
+    with pytest.raises(StateMismatch, match="renamed"):
+        transfer({"a": numpy.ones(3, fields)}, into={"a": local})
+    assert not local.view("i4").any()

@@ -12,6 +12,7 @@ import numpy
 import pytest
 
 from tests.support.transfer import transfer
+from torchferry.errors import Unsendable
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,3 +135,17 @@ def test_without_numpy_all_other_values_arrive_and_an_array_is_an_unknown_type()
         assert message.startswith("found: the incoming state holds numpy values")
         assert "pip install numpy" in message
     assert last == "done"
+
+
+def test_a_scalar_of_a_subclass_is_refused() -> None:
+    class Metre(numpy.float64):
+        pass
+
+    with pytest.raises(Unsendable, match="Metre"):
+        transfer({"length": Metre(3)})
+
+
+@pytest.mark.parametrize("byte_order", ["<", ">"])
+def test_a_string_of_either_byte_order_arrives(byte_order: str) -> None:
+    (text,) = numpy.array(["fähre"], dtype=f"{byte_order}U5")
+    assert transfer({"text": text}).state["text"] == "fähre"

@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta, Struct
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.text import MAX_CHARACTERS, show, show_name
+from torchferry.core.text import MAX_CHARACTERS, show
 from torchferry.errors import UnknownType, Unsendable
 from torchferry.tensors.kinds.base import AddTensor, Form, Kind, RebuildContext
 from torchferry.tensors.memory import memory_at, strided
@@ -55,9 +55,10 @@ class NumpyScalar:
 def is_scalar(value: object) -> bool:
     """Return whether a value is a numpy scalar that can be sent as its bytes."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic):
+    if numpy is None or not issubclass(type(value), numpy.generic):
         return False
-    return _is_bytes(value.dtype) and _is_describable(value.dtype)
+    dtype: Any = value.dtype  # type: ignore[attr-defined]
+    return type(value) is dtype.type and _is_bytes(dtype) and _is_describable(dtype)
 
 
 def is_array(value: object) -> bool:
@@ -133,7 +134,8 @@ def scalar_from_wire(wire: ScalarForm) -> object:
     if dtype.kind == "S":
         return dtype.type(data)
     if dtype.kind == "U":
-        return dtype.type(data.decode("utf-32-le", "surrogatepass"))
+        encoding = "utf-32-be" if dtype.str[0] == ">" else "utf-32-le"
+        return dtype.type(data.decode(encoding, "surrogatepass"))
     if dtype.itemsize == 0:
         return _numpy().zeros((), dtype)[()]
     return _numpy().frombuffer(data, dtype=dtype)[0]
@@ -203,7 +205,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     fixed = NdarrayFixed.read(leaf.fixed)
     return {
-        "dtype": show_name(str(_dtype_from_wire(fixed.dtype))),
+        "dtype": str(_dtype_from_wire(fixed.dtype)),
         "shape": str(list(specs[0].shape[:-1])),
         "axes with negative strides": str(list(fixed.backwards)),
     }

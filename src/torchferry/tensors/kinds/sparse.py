@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torchferry.core.manifest import Count, Leaf, TensorSpec
+from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.text import show, show_name
-from torchferry.tensors.kinds.base import AddTensor, Form, Kind, RebuildContext, dense_properties
+from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, RebuildContext, dense_properties
 from torchferry.tensors.kinds.dense import GradFlags, check_grad_flags, grad_flags, with_grad_flags
 from torchferry.tensors.memory import DTYPES
 from torchferry.torch_internals import coo_members, set_coalesced
@@ -25,7 +25,7 @@ class SparseFixed(Form, frozen=True):
     """The layout and shape of a sparse tensor."""
 
     layout: str
-    size: tuple[Count, ...]
+    size: Dims
 
 
 class SparseTraits(Form, frozen=True):
@@ -81,7 +81,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     check_grad_flags(traits.grad, DTYPES[specs[-1].dtype])
     if fixed.layout not in map(str, [torch.sparse_coo] if is_coo else COMPRESSED_LAYOUTS):
         raise ValueError(f"its layout is {show(fixed.layout)}")
-    if prod(fixed.size) >= 2**63:
+    if prod(n for n in fixed.size if n) >= 2**63:
         raise ValueError(f"its shape {show(fixed.size)} has more items than torch can count")
     if is_coo != isinstance(traits.coalesced, bool):
         raise ValueError(f"coalesced is {traits.coalesced} in the layout {fixed.layout}")
