@@ -56,9 +56,9 @@ def compare(
 ) -> Comparison:
     """Pair the leaves of two states by path, and list all mismatches.
 
-    A path that only the local state has is a mismatch if `strict`, and a path that only the incoming state
-    has if `extra` is "error". All paths are mismatches if the states have no path in common, or both have
-    tensors but no path of a tensor in common.
+    With `strict`, a path that only the local state has is a mismatch. With `extra="error"`, a path that only
+    the incoming state has is a mismatch. Every unpaired path is a mismatch if the states share no path, or if
+    both have tensors but share no path of a tensor.
     """
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
@@ -262,8 +262,8 @@ def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manif
 def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
     """Return a key such that tensors of equal keys write equal values to the local bytes that they share.
 
-    Tensors of the same layout on both sides need the same distance. Others need the same items, in any order
-    of their dimensions, because tied weights may be transposes of each other.
+    If the layouts are equal, the key is the incoming storage and the difference of the offsets. Otherwise it
+    also has the sorted strides of both sides: tied weights may be transposes of each other.
     """
     if same_layout(incoming, local):
         return incoming.storage, local.offset - incoming.offset
@@ -310,7 +310,7 @@ def wrapper_hints(
 
 
 def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tuple[_Words, _Words]]:
-    """Find a parent and a prefix of all `wrapped` paths in it. One path without the prefix is in `bare`."""
+    """Find prefixes that all `wrapped` paths below a parent have, and that a path in `bare` lacks."""
     candidates = dict.fromkeys(
         (path[:start], path[start:end])
         for path in wrapped

@@ -67,7 +67,7 @@ def outcome(
 
 
 def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[str]:
-    """Return the paths of the leaves that have bytes in the given chunks."""
+    """Return the paths of the leaves that have bytes in the extents of the given chunks."""
     if not chunks:
         return []
     users = _users(plan.extents, manifest)
@@ -83,7 +83,8 @@ def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[st
 def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
     """Return the tensors that have bytes in each extent.
 
-    If views are too irregular, return all tensors of its storage: then too many paths count as torn.
+    If the views are too irregular, return all tensors of each extent's storage. Paths may then be reported as
+    torn although they are not.
     """
     try:
         return tensors_by_extent(extents, manifest)

@@ -3,8 +3,8 @@
 There are three ways, best first:
 - Direct: copy the extent as it is into a local storage. Every byte of it must belong to a paired tensor.
 - Itemwise: copy item by item into a local tensor of another layout, chunk by chunk.
-- Via scratch: receive the whole tensor into scratch memory and copy it at the end, if its items have no order
-  in memory.
+- Via scratch: receive the whole tensor into scratch memory and copy it at the end. This is for tensors that
+  overlap themselves, and for tensors that share a repeated extent with other tensors.
 
 An extent with no placement is received and dropped.
 """

@@ -149,7 +149,7 @@ def decode_abort(head: bytes, nonce: bytes) -> int | None:
 
 
 class DigestBlock(Struct, frozen=True, gc=False):
-    """The digests of the chunks from `first` to `end`. The last block says whether the state changed."""
+    """The digests of chunks `first` to `end - 1`. The last block also says whether the state changed."""
 
     first: int
     end: int

@@ -14,7 +14,7 @@ _EQUAL_CHARACTERS_SHOWN = 14
 
 
 def show(value: object, depth: int = 0) -> str:
-    """Return the repr of a value, or only its beginning if the value is large.
+    """Return text like the repr of a value, with a limit on strings, items and levels.
 
     >>> show({"shape": list(range(1000)), "name": "w"})
     "{'shape': [0, 1, 2, 3, 4, 5, …], 'name': 'w'}"

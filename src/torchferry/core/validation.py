@@ -1,6 +1,7 @@
-"""Validates a manifest from a peer: every number in it must refer to something that exists.
+"""Validates a manifest from a peer before anything is built or allocated from it.
 
-The time is proportional to the size of the frame, whatever numbers the peer chose.
+It checks the tree, the keys, all references, and that every tensor lies within its storage. The time is
+proportional to the size of the frame, whatever numbers the peer chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MANY_TENSORS = 2048
 
 
 def validate(manifest: Manifest) -> None:
-    """Check that every number in a manifest refers to something that exists.
+    """Check the tree, the keys, the references and the tensors of a manifest.
 
     Raises:
         BadManifest: describes the first error.

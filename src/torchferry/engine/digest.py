@@ -1,4 +1,4 @@
-"""XXH3 digests of buffers. Hashing releases the interpreter lock."""
+"""XXH3 digests of byte buffers. xxhash releases the GIL while it hashes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
 
 
 def _view(host: torch.Tensor, nbytes: int) -> memoryview:
-    """View the first bytes of a buffer. The caller keeps the buffer alive."""
+    """View the first bytes of a CPU buffer. The caller must keep the buffer alive."""
     check_held(host.untyped_storage(), int(host.storage_offset()) * host.itemsize + host.nbytes)
     return memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr()) if nbytes else b"")

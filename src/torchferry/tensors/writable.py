@@ -1,4 +1,4 @@
-"""Local values that can't be overwritten in place, and the reason that the error gives."""
+"""Finds local values that can't be overwritten in place, and explains why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchferry.tensors.memory import CPU, Memory
 READ_ONLY = "in read-only memory: receive into a copy of it"
 
 _MAX_OBJECTS = 1 << 22
-"""An object that refers to more objects than this, besides numbers and texts, is assumed to hold tensors."""
+"""A value with more objects than this, not counting numbers and strings, is assumed to hold tensors."""
 
 _NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SKIPPED_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes)
@@ -28,7 +28,7 @@ _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
 def why_not_written(value: object, error: Unsendable) -> str | None:
-    """Return why a local value that can't be described can't be overwritten; None if it has no tensors."""
+    """Return why the tensors in a local value can't be overwritten, or None if it has no tensors."""
     name = registry.name_of(type(value))
     if isinstance(value, torch.Tensor):
         if is_lazy(value):

@@ -33,7 +33,7 @@ class MemoryNetwork:
         return MemoryLink(self, rank, own_buffers=own_buffers)
 
     def close(self, rank: int) -> None:
-        """Remove a rank: waits for it, and sends to it, fail."""
+        """Remove a rank. Sends to it, and receives that wait for it, fail from then on."""
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """ShardedTensors: all local shards, with the metadata of the whole tensor.
 
-The receiver's `local_shards()` have its own rank and device. `metadata()` describes the shards of all ranks
-and is the sender's.
+The receiver's `local_shards()` get the receiver's rank and device. Its `metadata()` is a copy of the sender's
+and describes the shards of all ranks.
 """
 
 from __future__ import annotations

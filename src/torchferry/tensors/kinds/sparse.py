@@ -69,7 +69,7 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 
 def _finish_in_place(leaf: Leaf, local: Any) -> object:
     if leaf.kind == COO.name:
-        # Not on a detached copy: each copy has a flag of its own.
+        # Set the flag on the tensor itself: a detached copy has a flag of its own.
         set_coalesced(local, bool(SparseTraits.read(leaf.traits).coalesced))
     _create(leaf, _members(local))
     return local
@@ -89,7 +89,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         # torch converts indices of any other dtype, and the result is not what was sent.
         if indices.dtype != "int64" and (is_coo or indices.dtype != "int32"):
             raise ValueError(f"its indices are {indices.dtype}")
-        # torch reads every index, and a few expanded ones may claim to be 2**60.
+        # torch reads every index, and an expanded tensor of a few bytes can have 2**60 of them.
         span = 1 + sum((n - 1) * step for n, step in zip(indices.shape, indices.stride, strict=True))
         if prod(indices.shape) > max(span, _MAX_EXPANDED):
             raise ValueError(f"its {prod(indices.shape)} indices are expanded from {span}")

@@ -1,4 +1,4 @@
-"""One simulated transfer, as a seed decides, and the checks for every transfer."""
+"""Simulates one transfer with faults chosen by a seed, and checks the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """The parameters of a run, drawn by a seed."""
+    """The parameters of a simulated transfer, drawn at random from a seed."""
 
     seed: int
     receivers: int
