@@ -11,7 +11,6 @@ from itertools import groupby
 
 import torch
 
-from torchferry.core.compare import TensorPair
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
 from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements
@@ -225,8 +224,7 @@ class Sink:
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
-        pairs: Sequence[TensorPair] = self.placements.via_scratch
-        for pair in pairs:
+        for pair in self.placements.via_scratch:
             assert self.local is not None, "only local tensors are copied to"
             theirs = self.manifest.tensors[pair.incoming]
             ours = self.local.manifest.tensors[pair.local]

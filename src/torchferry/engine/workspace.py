@@ -63,14 +63,12 @@ class Workspace:
         Raises:
             BadManifest: the frame is malformed.
         """
-        encoded: list[EncodedManifest] = []
+        frame = codec.decode(data, self._decode_manifest)
+        return frame, self.encode(frame.manifest)
 
-        def decode_manifest(raw: bytes) -> Manifest:
-            make = lambda: EncodedManifest(codec.decode_manifest(raw), raw)  # noqa: E731
-            encoded.append(self._get(("manifest", raw), make))
-            return encoded[0].manifest
-
-        return codec.decode(data, decode_manifest), encoded[0]
+    def _decode_manifest(self, data: bytes) -> Manifest:
+        key = ("manifest", data)
+        return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
 
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
         """Plan a transfer as `make_plan` does, with the same arguments after the manifest.
@@ -91,7 +89,7 @@ class Workspace:
         """
         # Values belong to the caller that receives them, and are decoded anew each time.
         return self._get(
-            ("prepared", encoded.data),
+            ("prepared", encoded.data, context),
             lambda: prepare(encoded.manifest, context),
             keep=lambda prepared: not prepared.values,
         )
@@ -141,7 +139,7 @@ class Staging:
         pinned = pinned and self._device.type == "cpu"
         with self._lock:
             for index, buffer in enumerate(self._free):
-                # A buffer for much smaller messages would keep more memory than is in flight.
+                # A buffer more than twice as large would hold memory that the window does not count.
                 if nbytes <= buffer.nbytes <= 2 * nbytes and (not pinned or buffer.is_pinned()):
                     return self._free.pop(index)[:nbytes]
         # The next transfer may use the buffer outside of inference mode.
@@ -153,9 +151,7 @@ class Staging:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that is not used any more. A failed transfer keeps its buffers: the backend may
-        still write to them.
-        """
+        """Return a buffer to the pool, unless its transfer failed: the backend may still write to it."""
         with torch.inference_mode(False):
             whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(buffer.untyped_storage())
         if whole.nbytes < _MIN_KEPT_BYTES:

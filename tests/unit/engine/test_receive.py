@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.links import FreeingLink
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
@@ -26,7 +27,7 @@ from torchferry.errors import (
 )
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
-from torchferry.testing import MemoryLink, MemoryNetwork
+from torchferry.testing import MemoryNetwork
 
 
 def sent(state: object, **options: Any) -> MemoryNetwork:
@@ -317,32 +318,6 @@ def test_a_path_whose_copy_failed_is_not_listed_as_whole(
         receive(sent(state, hash_first_bytes=1 << 30), local_state=lambda: local)
     assert len(raised.value.whole) == calls[0]
     assert all(torch.equal(local[path], state[path]) for path in raised.value.whole)
-
-
-class FreeingLink(MemoryLink):
-    """Frees a tensor's memory after its first message, as sharded training does."""
-
-    def __init__(self, network: MemoryNetwork, rank: int, tensor: torch.Tensor) -> None:
-        super().__init__(network, rank)
-        self._tensor = tensor
-
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._freeing(super().recv(buffer, peer, tag), buffer)
-
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._freeing(super().send(buffer, peer, tag), buffer)
-
-    def _freeing(self, pending: Any, buffer: torch.Tensor) -> Any:
-        storage = self._tensor.untyped_storage()
-        if buffer.untyped_storage().data_ptr() != storage.data_ptr():
-            return pending
-
-        class Pending:
-            def wait(self, timeout_s: float) -> None:
-                pending.wait(timeout_s)
-                storage.resize_(0)
-
-        return Pending()
 
 
 @pytest.mark.parametrize("verify", [True, False])

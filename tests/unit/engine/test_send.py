@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.support.links import FreeingLink, ShortLink
 from torchferry.core.plan import WINDOW_BYTES, Message
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
@@ -24,25 +25,6 @@ from torchferry.errors import (
 )
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
-from torchferry.testing.memory_link import Receipt
-
-
-class ShortLink(MemoryLink):
-    """A link whose messages may be shorter than their receive buffer, as with gloo."""
-
-    sends_short = True
-
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return ShortReceipt(self._network, (peer, self.rank, tag), buffer)
-
-
-class ShortReceipt(Receipt):
-    """A receive that fills only the beginning of its buffer."""
-
-    def wait(self, timeout_s: float) -> None:
-        message = self._network.get(self._address, timeout_s)
-        self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)
-
 
 OPTIONS = SendOptions(timeout_s=10, max_metadata_bytes=MAX_METADATA_BYTES)
 
@@ -222,30 +204,10 @@ def test_a_failing_sender_sends_an_abort_even_after_tiny_messages(
         receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
-class FreeingLink(ShortLink):
-    """Frees a tensor's memory after the first message from it completed, as sharded training does."""
-
-    def __init__(self, network: MemoryNetwork, tensor: torch.Tensor) -> None:
-        super().__init__(network, 0)
-        self._tensor = tensor
-
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        pending, storage = super().send(buffer, peer, tag), self._tensor.untyped_storage()
-        if buffer.untyped_storage().data_ptr() != storage.data_ptr():
-            return pending
-
-        class Freeing:
-            def wait(self, timeout_s: float) -> None:
-                pending.wait(timeout_s)
-                storage.resize_(0)
-
-        return Freeing()
-
-
 def test_a_sender_that_can_t_hash_what_it_sent_sends_an_abort() -> None:
     network, tensor = MemoryNetwork(), torch.ones(48_000_000, dtype=torch.uint8)
     with pytest.raises(StateError, match="freed during the transfer"):
-        send_state(FreeingLink(network, tensor), [1], {"a": tensor}, SendOptions(10, MAX_METADATA_BYTES))
+        send_state(FreeingLink(network, 0, tensor), [1], {"a": tensor}, SendOptions(10, MAX_METADATA_BYTES))
     with pytest.raises(PeerGaveUp, match="rank 0 aborted the transfer"):
         receive_state(ShortLink(network, 1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cluster import Cluster
+from tests.support.links import ShortLink
 from torchferry.core.push import TransferId
 from torchferry.errors import LinkBroken
 from torchferry.links.base import Link, Pending
 from torchferry.links.process_group import ProcessGroupLink
 from torchferry.testing import MemoryLink, MemoryNetwork, check_link
-from torchferry.testing.memory_link import Receipt
 
 
 def run_kit_in_threads(sender: Link, receiver: Link) -> None:
@@ -46,23 +46,6 @@ def test_a_process_group_passes(pair: Cluster) -> None:
 def test_a_link_that_accepts_short_messages_passes(sends_short: bool) -> None:
     network = MemoryNetwork()
     run_kit_in_threads(ShortLink(network, 0, sends_short), ShortLink(network, 1, sends_short))
-
-
-class ShortLink(MemoryLink):
-    """Lets a message be shorter than its buffer, as gloo does."""
-
-    def __init__(self, network: MemoryNetwork, rank: int, sends_short: bool = True) -> None:
-        super().__init__(network, rank)
-        self.sends_short = sends_short
-
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return ShortReceipt(self._network, (peer, self.rank, tag), buffer)
-
-
-class ShortReceipt(Receipt):
-    def wait(self, timeout_s: float) -> None:
-        message = self._network.get(self._address, timeout_s)
-        self._buffer[: message.nbytes].copy_(message)
 
 
 class FlippingLink(MemoryLink):
