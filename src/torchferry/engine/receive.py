@@ -402,7 +402,7 @@ class _Receive:
         )
 
     def _with_suspects(self, error: FerryError) -> FerryError:
-        """Add the ranks through which the failed rank gets the state: it may only wait for one of them."""
+        """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
         named = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
         way = [self._route.source, *self._route.before]
         way += [self._peer] if self._peer not in way else []
