@@ -1,4 +1,4 @@
-"""Replace a worker that dies in mid-training, and prove that the result does not change by a single bit.
+"""Replace a worker that dies in mid-training, and check that the result does not change by a single bit.
 
     make demo                                             or: python examples/replace_worker.py
     make demo DEMO_ARGS="--workers 6 --kill-rank 0"
@@ -290,7 +290,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     if found := differences(disturbed, undisturbed):
         sys.exit("\n  ".join(["FAILED: the final states differ:", *found]))
-    log(f"PROVED: the final states of both runs are bit-identical, in {len(undisturbed[0])} leaves per rank")
+    log(f"PASSED: the final states of both runs are bit-identical, in {len(undisturbed[0])} leaves per rank")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 #
 #     sh scripts/set_up_venv.sh PYTHON VENV [TORCH]
 #
-# TORCH is the version of torch; the default is 2.13.0. On failure, the message says what failed and what to do.
+# VENV is relative to the root of the repository. TORCH is the version of torch; the default is 2.13.0. On failure, the
+# message says what failed and what to do.
 set -u
+cd "$(dirname "$0")/.." || exit 1
 
 python=$1
 venv=$2
@@ -42,7 +44,8 @@ explain_pip() {
     elif log_mentions 'no matching distribution|could not find a version'; then
         give_up "$1 could not be installed: the package index has no version for this machine." \
             "$("$venv/bin/python" -c 'import platform as p; print("This is Python", p.python_version(), "on", p.system(), p.machine() + ".")')" \
-            'Try another Python: make distclean, then for example make demo PYTHON=python3.12.'
+            'If you chose the version of torch, check that it exists.' \
+            'Otherwise try another Python: make distclean, then for example make demo PYTHON=python3.12.'
     elif log_mentions 'permission denied'; then
         give_up "$1 could not be installed: $venv is not writable." \
             "Remove $venv (it may belong to another user), then run make again."
@@ -73,6 +76,9 @@ if ! { is_new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version; 
     printf 'Creating %s with %s ...\n' "$venv" "$("$python" -V 2>&1)"
     said=$("$python" -m venv --clear "$venv" 2>&1) || give_up "python -m venv failed." "$said"
 fi
+
+touch "$log" 2>/dev/null || give_up "$venv is not writable." \
+    "Remove $venv (it may belong to another user), then run make again."
 
 # Install exactly this torch first. torchferry itself requires only a minimum version, and pip would pick the newest.
 install "torch $torch" "torch==$torch"

@@ -52,9 +52,9 @@ def _fork_server(_no_process_outlives_the_session: None) -> Iterator[None]:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Replace workers that the test lost."""
+    """Mark clusters that lost a worker as broken; their next use replaces the workers."""
     for cluster in _open_clusters:
-        cluster.settle()
+        cluster.mark_if_broken()
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ EXAMPLE = "replace_worker.py"
 ENDLESS = ("--workers", "2", "--steps", "1000000")
 
 
-def assert_proved(run: Run, *, workers: int, steps: int, killed: int) -> None:
+def assert_passed(run: Run, *, workers: int, steps: int, killed: int) -> None:
     assert run.finish() == 0, run.output
     in_order = [
         rf"rank {killed}: started in generation 0, pid (\d+)",
@@ -29,7 +29,7 @@ def assert_proved(run: Run, *, workers: int, steps: int, killed: int) -> None:
         rf"rank 0: step {steps} of {steps}",
         "second run",
         rf"rank 0: step {steps} of {steps}",
-        "PROVED",
+        "PASSED",
     ]
     found = re.search(".*?".join(in_order), run.output, re.DOTALL)
     assert found, run.output
@@ -49,12 +49,12 @@ def pid_of(rank: int, run: Run) -> int:
 class TestTheExample:
     def test_replaces_rank_0_and_ends_with_the_same_bits(self) -> None:
         with running(EXAMPLE, "--workers", "2", "--steps", "20", "--kill-rank", "0") as run:
-            assert_proved(run, workers=2, steps=20, killed=0)
+            assert_passed(run, workers=2, steps=20, killed=0)
 
     @pytest.mark.slow
     def test_replaces_one_of_four_workers_without_options(self) -> None:
         with running(EXAMPLE) as run:
-            assert_proved(run, workers=4, steps=60, killed=1)
+            assert_passed(run, workers=4, steps=60, killed=1)
 
     @pytest.mark.slow
     def test_fails_if_a_worker_ends_that_the_example_did_not_kill(self) -> None:
@@ -63,7 +63,7 @@ class TestTheExample:
             os.kill(pid_of(0, run), signal.SIGKILL)
             assert run.finish() == 1
             assert "FAILED: rank 0 ended with exit code -9" in run.output
-            assert "PROVED" not in run.output
+            assert "PASSED" not in run.output
             assert run.left_behind() == []
 
     @pytest.mark.slow

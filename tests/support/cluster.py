@@ -203,8 +203,8 @@ class Cluster:
         if worker.alive:
             os.kill(worker.pid, how)
 
-    def settle(self) -> None:
-        """Called between tests: a lost worker or an unfinished run breaks the cluster."""
+    def mark_if_broken(self) -> None:
+        """Mark the cluster as broken if a worker is lost or a run is unfinished. Called between tests."""
         if self._pending is not None or not all(w.alive for w in self._workers):
             self.broken = True
 

@@ -1,7 +1,8 @@
 """The processes that this test session started, directly or not, and that are still alive.
 
 They are read from /proc; without /proc, none is found. A process belongs to the session if it descends from
-this one, or if its environment has the session's tag, which orphans keep.
+this one, or if its environment has the session's tag, which orphans keep. A process that changed its
+environment after it was orphaned is not found.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ def _read(folder: Path) -> Process | None:
     """Return a process, or None if it has ended or can't be read."""
     try:
         # The name in parentheses may have any characters; the fields after it are separated by spaces.
-        state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         environment = (folder / "environ").read_bytes().decode(errors="replace")
     except OSError:
         return None
-    if state == "Z":
+    if state == b"Z":
         return None
     return Process(int(folder.name), int(parent), command.strip(), environment)
