@@ -33,14 +33,14 @@ def _quartet(_fork_server: None) -> Iterator[Cluster]:
 def trio(_trio: Cluster) -> Iterator[Cluster]:
     """A sender (rank 0), a receiver (rank 1), and a rank with which a survivor forms a new group (rank 2)."""
     yield _trio
-    _trio.settle()
+    _trio.mark_if_broken()
 
 
 @pytest.fixture
 def quartet(_quartet: Cluster) -> Iterator[Cluster]:
     """A sender (rank 0) and three receivers."""
     yield _quartet
-    _quartet.settle()
+    _quartet.mark_if_broken()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
