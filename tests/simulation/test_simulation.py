@@ -17,11 +17,11 @@ import pytest
 from tests.simulation.run_seeds import pin_to_core, run_seeds
 from tests.support.sizes import count
 from torchferry.core import codec, push, watch
-from torchferry.core.outcome import ChunkState
+from torchferry.core.outcome import ChunkState, Outcome
 from torchferry.engine import lanes, receive, relay, send
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
-from torchferry.testing.simulation import Broken, simulate
+from torchferry.testing.simulation import CheckFailed, simulate
 
 SEEDS = count("SEEDS", full=2000, quick=300)
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def simulate_on_all_cores(first: int, seeds: int) -> Counter[str]:
     """Simulate seeds in as many processes as there are cores.
 
     Raises:
-        Broken: a check failed. The message has the seed.
+        CheckFailed: a check failed. The message has the seed.
     """
     share = -(-seeds // len(cores()))
     processes = []
@@ -55,7 +55,7 @@ def simulate_on_all_cores(first: int, seeds: int) -> Counter[str]:
     outputs = [process.communicate() for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise Broken(errors)
+            raise CheckFailed(errors)
     return sum((Counter(json.loads(output)) for output, _ in outputs), Counter())
 
 
@@ -116,18 +116,24 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn_state_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive._Receive, "_with_outcome", lambda self, error, sink: error)
+    monkeypatch.setattr(Sink, "outcome", lambda self: Outcome((), (), ()))
+
+
+def mark_written_as(other: ChunkState, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Sink.mark
+
+    def mark(self: Sink, first: int, end: int, state: ChunkState) -> None:
+        original(self, first, end, other if state is ChunkState.WRITTEN else state)
+
+    monkeypatch.setattr(Sink, "mark", mark)
 
 
 def written_chunks_count_as_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sink, "mark_written", lambda self, message: None)
+    mark_written_as(ChunkState.UNTOUCHED, monkeypatch)
 
 
 def unverified_chunks_count_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mark(self: Sink, message: Any) -> None:
-        self._mark(message, ChunkState.WHOLE)
-
-    monkeypatch.setattr(Sink, "mark_written", mark)
+    mark_written_as(ChunkState.WHOLE, monkeypatch)
 
 
 def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +172,16 @@ def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None
 def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     original = relay.Relay.offer
 
-    def offer(self: relay.Relay, buffer: Any, *, staged: bool) -> None:
+    def offer(self: relay.Relay, message: Any) -> None:
         if self._over:
             raise LinkBroken("the next receiver is gone", peer=self.progress.peer)
-        original(self, buffer, staged=staged)
+        original(self, message)
 
     monkeypatch.setattr(relay.Relay, "offer", offer)
 
 
 def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EmptyWindow(lanes.Window[Any]):
+    class EmptyWindow(lanes.Window):
         """A window that reports no messages, so that the relay does not wait for any."""
 
         def __len__(self) -> int:
@@ -248,5 +254,5 @@ def test_the_simulation_detects_a_mutation(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    with pytest.raises(Broken, match="seed"):
+    with pytest.raises(CheckFailed, match="seed"):
         run_seeds(FIRST_SEED_OF.get(mutation.__name__, 0), 4000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -14,11 +13,9 @@ from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import (
     CHUNK_BYTES,
-    IN_PLACE_WINDOW_BYTES,
     MAX_MESSAGES,
     PACK_FROM,
     RELAY_CHUNK_BYTES,
-    WINDOW_BYTES,
     Message,
     Plan,
     TooManyMessages,
@@ -35,8 +32,17 @@ from torchferry.core.push import (
 )
 from torchferry.core.report import Report
 from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
-from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
+from torchferry.engine.lanes import (
+    InFlight,
+    Lane,
+    Phases,
+    Progress,
+    Steps,
+    TransferOptions,
+    Window,
+    run_lanes,
+    with_progress,
+)
 from torchferry.engine.source import Source
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -59,28 +65,17 @@ milliseconds, but only while the sender lives."""
 
 
 @dataclass(frozen=True)
-class SendOptions:
+class SendOptions(TransferOptions):
     """How to send a state. With `relay`, receivers forward it to each other.
 
-    `pickle` encodes leaves that torchferry can't. `question` is added to a timeout if the peer was never
-    heard of, with its rank in {peer}.
+    `pickle` encodes leaves that torchferry can't.
     """
 
-    timeout_s: float
-    max_metadata_bytes: int
-    step: int | None = None
     relay: bool = False
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
-    relay_chunk_bytes: int = RELAY_CHUNK_BYTES
     pack_from: int = PACK_FROM
-    window_bytes: int = WINDOW_BYTES
-    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     hash_first_bytes: int = HASH_FIRST_BYTES
-    stall_s: float | None = None
-    verify: bool = True
-    question: str = ""
-    runner: Callable[[], Runner] = ThreadRunner
 
 
 def send_state(
@@ -107,7 +102,7 @@ def send_state(
     try:
         return send.run(state)
     except FerryError as error:
-        send.phases.finish(failed=True)
+        send.phases.finish("failed")
         raise error.with_context(phase=send.phases.current) from error.__cause__
 
 
@@ -119,6 +114,7 @@ class _Send:
         self._peers = peers
         self._options = options
         self._workspace = workspace
+        self._relayed = options.relay and len(peers) > 1
         self._runner = options.runner()
         self._machines = {peer: Machine(SENDER, SenderState.DESCRIBING) for peer in peers}
         self.phases = Phases("send", options.timeout_s, self._runner.now_s)
@@ -126,15 +122,18 @@ class _Send:
     def run(self, state: object) -> Report:
         self.phases.enter("describe")
         try:
-            source, frame = self._describe(state)
-            relayed = self._options.relay and len(self._peers) > 1
-            routes = chain(frame.origin, self._peers) if relayed else {}
-            frames = self._encode(frame, routes, source)
+            # Every problem of the state is found here, before anything is sent.
+            description = describe(state, pickle=self._options.pickle)
+            encoded = self._workspace.encode(description.manifest)
+            plan = self._plan(encoded)
+            source = Source(description, plan, self._workspace.staging, self._link.can_access)
+            frame = self._frame(encoded, source)
+            routes = chain(frame.origin, self._peers) if self._relayed else {}
+            frames = self._encode(frame, encoded, routes)
             if not self.phases.left_s():
                 raise LinkTimeout(
                     "describing the state took longer than the timeout, and nothing was sent: "
-                    f"0 of {source.plan.payload_bytes:,} bytes done. "
-                    f"The timeout was {self._options.timeout_s:g} s",
+                    f"0 of {plan.payload_bytes:,} bytes done. The timeout was {self._options.timeout_s:g} s",
                     peer=self._peers[0] if len(self._peers) == 1 else None,
                 )
         except BaseException as error:
@@ -155,46 +154,20 @@ class _Send:
             raise StateChanged(paths)
         return Report(
             tuple(self._peers),
-            source.plan.payload_bytes,
+            plan.payload_bytes,
             max(map(len, frames.values()), default=0),
-            len(source.plan.messages),
+            len(plan.messages),
             self.phases.finish(),
             step=self._options.step,
         )
 
-    def _describe(self, state: object) -> tuple[Source, Frame]:
-        """Describe the state and plan its transfer, so that every problem of the state is found now."""
-        options, workspace = self._options, self._workspace
-        description = describe(state, pickle=options.pickle)
-        encoded = workspace.encode(description.manifest)
-        plan = self._plan(encoded)
-        source = Source(description, encoded, plan, workspace.staging, self._link.can_access)
-        transfer = self._link.new_transfer()
-        frame = Frame(
-            encoded.manifest,
-            plan.chunk_bytes,
-            options.step,
-            transfer.serial,
-            transfer.nonce,
-            pack_bytes=plan.pack_bytes,
-            origin=transfer.origin,
-        )
-        if not options.verify:
-            return source, frame
-        if plan.payload_bytes > options.hash_first_bytes:
-            source.take_samples()
-            return source, structs.replace(frame, digest_blocks=True)
-        source.hash_all()
-        return source, structs.replace(frame, digests=tuple(source.digests))
-
     def _plan(self, encoded: EncodedManifest) -> Plan:
-        options = self._options
+        chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
+        short_bytes = min(chunk_bytes, RELAY_CHUNK_BYTES)
         try:
-            plan = self._workspace.plan(encoded, options.chunk_bytes, pack_from=options.pack_from)
-            short = options.relay_chunk_bytes
-            relayed = options.relay and len(self._peers) > 1
-            if relayed and short < options.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
-                plan = self._workspace.plan(encoded, short, pack_from=options.pack_from)
+            plan = self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
+            if self._relayed and plan.payload_bytes < short_bytes * (MAX_MESSAGES // 2):
+                plan = self._workspace.plan(encoded, short_bytes, pack_from=pack_from)
             return plan
         except TooIrregular as error:
             raise Unsendable(
@@ -204,12 +177,35 @@ class _Send:
         except TooManyMessages as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
-    def _encode(self, frame: Frame, routes: Mapping[int, Route], source: Source) -> dict[int, bytes]:
+    def _frame(self, encoded: EncodedManifest, source: Source) -> Frame:
+        """Make the frame. Small states are hashed now, of others samples are taken."""
+        has_digests = self._options.verify
+        digest_blocks = has_digests and source.plan.payload_bytes > self._options.hash_first_bytes
+        if digest_blocks:
+            source.take_samples()
+        elif has_digests:
+            source.hash_all()
+        transfer = self._link.new_transfer()
+        return Frame(
+            encoded.manifest,
+            source.plan.chunk_bytes,
+            self._options.step,
+            transfer.serial,
+            transfer.nonce,
+            digests=source.known_digests() if has_digests and not digest_blocks else None,
+            digest_blocks=digest_blocks,
+            pack_bytes=source.plan.pack_bytes,
+            origin=transfer.origin,
+        )
+
+    def _encode(
+        self, frame: Frame, encoded: EncodedManifest, routes: Mapping[int, Route]
+    ) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
-        data = encode(frame, source.encoded)
+        data = encode(frame, encoded)
         frames = dict.fromkeys(self._peers, data)
         for peer, route in routes.items():
-            frames[peer] = encode(structs.replace(frame, route=route), source.encoded)
+            frames[peer] = encode(structs.replace(frame, route=route), encoded)
         nbytes, limit = max(map(len, (data, *frames.values()))), self._options.max_metadata_bytes
         if nbytes > limit:
             raise Unsendable(
@@ -226,12 +222,12 @@ class _Send:
         timeout, the process aborts. The link keeps the messages until the peer has received a later frame.
         """
         reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-        data = encode_refusal(reason, self._options.step)
+        refusal = to_buffer(encode_refusal(reason, self._options.step), self._link.device)
         for peer in self._peers:
             self._machines[peer].advance(SenderState.REFUSED)
             # A peer that is gone needs no refusal, and no failure here may hide `error`.
             with suppress(Exception), self._link.frames(peer, "send", _REFUSAL_S) as frames:
-                self._link.keep(peer, _post_frame(frames, data, self._link.device))
+                self._link.keep(peer, _post_frame(frames, refusal))
         if self._peers:
             self._runner.sleep((), self._runner.now_s() + _REFUSAL_S)
 
@@ -240,35 +236,28 @@ class _Send:
     ) -> Lane[None]:
         has_payload = peer not in routes or routes[peer].source == frame.origin
         progress = Progress(peer, source.plan.payload_bytes if has_payload else 0, contacted=False)
-        cancellation = Cancellation()
         # The lanes that send a payload share the windows.
         lanes = 1 if routes else len(self._peers)
-        window: Window[_InFlight] = Window(
+        outgoing = _Outgoing(
+            self._link,
+            source,
+            frame,
+            self._machines[peer],
+            progress,
             max(self._options.window_bytes // lanes, 1),
             max(self._options.in_place_window_bytes // lanes, 2 * frame.chunk_bytes),
         )
-        outgoing = _Outgoing(
-            self._link, peer, source, frame, window, self._machines[peer], progress, cancellation
-        )
-        steps = outgoing.steps(data, self.phases.left_s, has_payload=has_payload)
-        return Lane(progress, cancellation, steps)
+        return Lane(progress, outgoing.steps(data, self.phases.left_s, has_payload=has_payload))
 
     def _raise_failures(
         self, lanes: Sequence[Lane[None]], source: Source, routes: Mapping[int, Route]
     ) -> None:
+        content = source.description.manifest, source.plan
         failed: dict[int, BaseException] = {}
-        for lane in lanes:
-            if isinstance(lane.error, FerryError):
-                failed[lane.progress.peer] = with_progress(
-                    lane.error,
-                    lane.progress,
-                    "send tensors",
-                    timeout_s=self._options.timeout_s,
-                    question=self._options.question,
-                    content=(source.encoded.manifest, source.plan),
-                )
-            elif lane.error is not None:
-                failed[lane.progress.peer] = lane.error
+        for progress, error in ((lane.progress, lane.error) for lane in lanes if lane.error is not None):
+            if isinstance(error, FerryError):
+                error = with_progress(error, progress, "send tensors", self._options, content)
+            failed[progress.peer] = error
         failed = _with_dependents(failed, routes)
         if not failed:
             return
@@ -280,11 +269,11 @@ class _Send:
             # tells the receivers and ends pending messages.
             for peer in self._peers:
                 self._link.close(peer)
-        if len(lanes) == 1:
-            raise first
         errors = {peer: error for peer, error in failed.items() if isinstance(error, FerryError)}
         if len(errors) < len(failed):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
+        if len(lanes) == 1:
+            raise first
         kind = SendFailed
         if any(isinstance(error, TimeoutError) for error in errors.values()):
             kind = SendLate
@@ -309,115 +298,92 @@ def _with_dependents(
     return found or failed
 
 
-def _post_frame(frames: Channel, data: bytes, device: torch.device) -> list[Pending]:
+def _post_frame(frames: Channel, frame: torch.Tensor) -> list[Pending]:
     """Start to send the length of a frame, and the frame."""
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    return [frames.send(length), frames.send(to_buffer(data, device))]
+    length = torch.tensor([frame.nbytes], dtype=torch.int64, device=frame.device)
+    return [frames.send(length), frames.send(frame)]
 
 
-class _InFlight(NamedTuple):
-    """A message in flight: a message of the plan with its buffer, or the frame, or neither."""
-
-    message: Message | None = None
-    buffer: torch.Tensor | None = None
-    is_frame: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Outgoing:
     """Sends the frame and the payload to one peer."""
 
     link: Link
-    peer: int
     source: Source
     frame: Frame
-    window: Window[_InFlight]
     machine: Machine[SenderState]
     progress: Progress
-    cancellation: Cancellation
+    window_bytes: int
+    in_place_window_bytes: int
 
     def steps(self, data: bytes, left_s: Callable[[], float], *, has_payload: bool) -> Steps[None]:
         """Send the frame, and the payload if the peer gets it from this process.
 
-        Raises:
-            LinkError: the link failed.
-            StateError: memory of the state was freed.
+        Raises LinkError if the link fails, and StateError if memory of the state was freed.
         """
         self.machine.advance(SenderState.SENDING)
-        with self.link.frames(self.peer, "send", left_s()) as frames:
-            length, frame = _post_frame(frames, data, self.link.device)
-        self.window.add(length, 0, _InFlight())
-        self.window.add(frame, len(data), _InFlight(is_frame=True))
+        window = Window(self._completed, self.window_bytes, self.in_place_window_bytes)
+        buffer = to_buffer(data, self.link.device)
+        with self.link.frames(self.progress.peer, "send", left_s()) as frames:
+            window.add(InFlight(buffer), *_post_frame(frames, buffer))
         if has_payload:
-            yield from self._send_payload(self.link.channel(self.peer, self.frame.transfer))
-        yield from self._finish()
+            yield from self._send_payload(window)
+        yield from window.complete_all()
         self.machine.advance(SenderState.SENT)
 
-    def _send_payload(self, channel: Channel) -> Steps[None]:
-        source, window = self.source, self.window
-        sequence = source.plan.sequence(digest_blocks=self.frame.digest_blocks)
+    def _send_payload(self, window: Window) -> Steps[None]:
+        channel = self.link.channel(self.progress.peer, self.frame.transfer)
+        sequence = self.source.plan.sequence(digest_blocks=self.frame.digest_blocks)
         posted = 0
         try:
             for item in sequence:
-                in_place = isinstance(item, Message) and not source.must_stage(item)
-                yield from self._make_room(item, in_place=in_place)
-                self.cancellation.raise_if_cancelled()
-                buffer = source.read(item) if isinstance(item, Message) else self._block(item)
-                pending = channel.send(buffer)
+                message = yield from self._read(item, window)
+                window.add(message, channel.send(message.buffer))
                 posted += 1
-                sent = _InFlight(item, buffer) if isinstance(item, Message) else _InFlight()
-                window.add(pending, item.nbytes, sent, in_place=in_place)
                 # A staged copy can't change any more, and is still in the cache.
-                if isinstance(item, Message) and not in_place:
-                    self._hash(item, buffer)
+                if message.staged:
+                    self._hash(message)
         except Exception as error:
             # On a failed link, an abort would fail too.
-            if self.cancellation.is_set or not isinstance(error, LinkError):
-                yield from self._abort(channel, [item.nbytes for item in sequence[posted:]])
+            if self.progress.cancelled or not isinstance(error, LinkError):
+                expected = [item.nbytes for item in sequence[posted:]]
+                if abort := channel.send_abort(self.frame.origin, expected):
+                    while window:
+                        yield from window.pop()
+                    yield from abort
+                    self.machine.advance(SenderState.ABORTED)
             raise
 
-    def _make_room(self, item: Message | DigestBlock, *, in_place: bool) -> Steps[None]:
-        """Wait until an item may be sent.
+    def _read(self, item: Message | DigestBlock, window: Window) -> Steps[InFlight]:
+        """Wait until an item may be sent, and read it.
 
         A digest block waits until its chunks are hashed. The last block waits for all messages: it says
         whether the state changed while any of them was being sent.
         """
+        source = self.source
         if isinstance(item, Message):
-            while not self.window.has_room(item.nbytes, in_place=in_place):
-                self._completed((yield from self.window.pop()))
-        else:
-            while self.window and (item.last or None in self.source.digests[item.first : item.end]):
-                self._completed((yield from self.window.pop()))
+            in_place = not source.must_stage(item)
+            yield from window.make_room(item.nbytes, in_place=in_place)
+            self.progress.raise_if_cancelled()
+            return InFlight(source.read(item), item, in_place)
+        while window and (item.last or None in source.digests[item.first : item.end]):
+            yield from window.complete_oldest()
+        self.progress.raise_if_cancelled()
+        changed = item.last and source.find_changes()
+        digests = source.known_digests(item.first, item.end)
+        block = encode_block(item, digests, self.frame.nonce, changed=changed)
+        return InFlight(to_buffer(block, self.link.device), item)
 
-    def _block(self, block: DigestBlock) -> torch.Tensor:
-        digests = [digest for digest in self.source.digests[block.first : block.end] if digest is not None]
-        assert len(digests) == block.end - block.first, "a block is sent when all its chunks are hashed"
-        changed = block.last and self.source.find_changes()
-        return to_buffer(encode_block(block, digests, self.frame.nonce, changed=changed), self.link.device)
-
-    def _abort(self, channel: Channel, expected: Sequence[int]) -> Steps[None]:
-        messages = channel.send_abort(self.frame.origin, expected)
-        if messages:
-            for message in messages:
-                self.window.add(message, 0, _InFlight())
-            while self.window:
-                yield from self.window.pop()
-            self.machine.advance(SenderState.ABORTED)
-
-    def _finish(self) -> Steps[None]:
-        while self.window:
-            self._completed((yield from self.window.pop()))
-
-    def _completed(self, sent: _InFlight) -> None:
-        if sent.is_frame:
+    def _completed(self, sent: InFlight) -> None:
+        if sent.item is None:
             self.progress.contacted = True
-            self.link.release(self.peer)
-        if sent.message is not None and sent.buffer is not None:
+            self.link.release(self.progress.peer)
+        elif isinstance(sent.item, Message):
             # A message that was sent from the state's own memory is hashed while the link sends the next.
-            self._hash(sent.message, sent.buffer)
-            self.progress.add(sent.message.nbytes)
-            self.source.done_with(sent.message, sent.buffer)
+            self._hash(sent)
+            self.progress.add(sent.item.nbytes)
+            self.source.done_with(sent.item, sent.buffer)
 
-    def _hash(self, message: Message, buffer: torch.Tensor) -> None:
-        if self.frame.digest_blocks:
-            self.source.hash(message, buffer)
+    def _hash(self, message: InFlight) -> None:
+        if self.frame.digest_blocks and isinstance(message.item, Message):
+            self.source.hash(message.item, message.buffer)

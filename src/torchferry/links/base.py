@@ -68,7 +68,8 @@ class Link:
     buffer of a receive has the size of the message, or more if the link `sends_short`.
     """
 
-    rank = 0
+    rank: int | None = 0
+    """This process's rank, if it is known."""
     device = torch.device("cpu")
     """The device of staging buffers."""
     sends_short = False
@@ -116,7 +117,7 @@ class Link:
         """Return an identifier for a transfer that this process sends."""
         with self._shared.lock:
             self._shared.serial += 1
-            return TransferId(self.rank, self._shared.serial, os.urandom(NONCE_BYTES))
+            return TransferId(self.rank or 0, self._shared.serial, os.urandom(NONCE_BYTES))
 
     def channel(self, peer: int, transfer: TransferId) -> Channel:
         """Open the channel of one transfer to or from a peer."""

@@ -39,9 +39,9 @@ class ProcessGroupLink(Link):
         self.device = device
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
-        """This process's rank in the group; 0 if the group does not tell."""
-        return rank_in(self._group) or 0
+    def rank(self) -> int | None:  # type: ignore[override]
+        """This process's rank in the group; None if the group does not tell."""
+        return rank_in(self._group)
 
     def can_access(self, device: torch.device) -> bool:
         """Return whether memory has the device type of the backend."""
