@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -198,20 +198,64 @@ class Lane(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-class Runner(Protocol):
-    """Runs lanes: `ThreadRunner` with the real clock, the simulation with a clock of its own."""
+_JOIN_S = 0.5
+"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
+
+
+class Runner:
+    """Runs the lanes of one transfer, each in a thread. The simulation has one with a clock of its own."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     def now_s(self) -> float:
         """Return the time."""
+        return time.monotonic()
 
     def start(self, lane: Lane[Any], deadline_s: float) -> None:
-        """Start to run a lane; settle it when it ends."""
+        """Start to run a lane; it is settled when it ends."""
+        name = f"torchferry-lane-{lane.progress.peer}"
+        thread = threading.Thread(target=self._run, args=(lane, deadline_s), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Return when one of the lanes is over, or at the given time."""
+        if any(lane.over for lane in lanes):
+            return
+        left_s = max(until_s - time.monotonic(), 0.0)
+        with suppress(Empty):
+            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Wait a moment for cancelled lanes to end, but not for one that is stuck."""
+        ends_s = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+
+    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
+        pending = lane.step()
+        while pending is not None:
+            lane.progress.waiting_since_s = time.monotonic()
+            failure = _wait(pending, deadline_s, lane.progress.peer)
+            lane.progress.waiting_since_s = None
+            pending = lane.step(failure)
+        self._ended.put(None)
+
+
+def _wait(pending: Pending, deadline_s: float, peer: int) -> BaseException | None:
+    """Wait for a message until the deadline, and return why it failed."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        return deadline_passed(peer)
+    try:
+        pending.wait(left_s)
+    except BaseException as error:
+        # When the wait of one lane times out, gloo closes the connections of all lanes.
+        is_late = isinstance(error, LinkBroken) and time.monotonic() >= deadline_s
+        return deadline_passed(peer) if is_late else error
+    return None
 
 
 def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Runner) -> None:
@@ -285,62 +329,6 @@ def deadline_passed(peer: int) -> LinkTimeout:
     return LinkTimeout("the transfer did not finish within its timeout", peer=peer)
 
 
-_JOIN_S = 0.5
-"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
-
-
-class ThreadRunner:
-    """Runs the lanes of one transfer, each in a thread."""
-
-    def __init__(self) -> None:
-        self._ended: SimpleQueue[None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    def start(self, lane: Lane[Any], deadline_s: float) -> None:
-        name = f"torchferry-lane-{lane.progress.peer}"
-        thread = threading.Thread(target=self._run, args=(lane, deadline_s), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
-        if any(lane.over for lane in lanes):
-            return
-        left_s = max(until_s - time.monotonic(), 0.0)
-        with suppress(Empty):
-            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
-
-    def end(self) -> None:
-        ends_s = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(ends_s - time.monotonic(), 0.0))
-
-    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
-        pending = lane.step()
-        while pending is not None:
-            lane.progress.waiting_since_s = time.monotonic()
-            failure = _wait(pending, deadline_s, lane.progress.peer)
-            lane.progress.waiting_since_s = None
-            pending = lane.step(failure)
-        self._ended.put(None)
-
-
-def _wait(pending: Pending, deadline_s: float, peer: int) -> BaseException | None:
-    """Wait for a message until the deadline, and return why it failed."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        return deadline_passed(peer)
-    try:
-        pending.wait(left_s)
-    except BaseException as error:
-        # When the wait of one lane times out, gloo closes the connections of all lanes.
-        is_late = isinstance(error, LinkBroken) and time.monotonic() >= deadline_s
-        return deadline_passed(peer) if is_late else error
-    return None
-
-
 @dataclass(frozen=True)
 class TransferOptions:
     """How to send or receive a state.
@@ -356,7 +344,7 @@ class TransferOptions:
     window_bytes: int = WINDOW_BYTES
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     question: str = ""
-    runner: Callable[[], Runner] = ThreadRunner
+    runner: Callable[[], Runner] = Runner
 
 
 class Phases:

@@ -8,8 +8,9 @@ sender.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -210,22 +211,18 @@ class _Receive:
 
     def _receive_frame(self) -> bytes:
         """Receive a frame. A refusal of another step than the requested one is skipped."""
-        peer = self._peer
+        wanted, peer = self._options.step, self._peer
         while True:
             self._enter(ReceiverState.WAITING)
+            self._progress = Progress(peer, contacted=False)
             with self._link.frames(peer, "receive", self._phases.left_s()) as frames:
-                self._progress = Progress(peer, contacted=False)
-                # stall_timeout does not apply before the first message of the sender.
-                length = int(self._receive(frames, 1, torch.int64, stall_s=None).item())
-                self._progress = Progress(peer)
-                self._enter(ReceiverState.FRAME)
-                check_length(length, self._options.max_metadata_bytes)
-                buffer = self._receive(frames, length, torch.uint8, stall_s=self._options.stall_s)
-            data = first_bytes(buffer, length)
+                lane = Lane(self._progress, self._frame_steps(frames))
+                self._run([lane])
+            data = lane.result()
             refusal = decode_refusal(data)
             if refusal is None:
                 return data
-            if None in (self._options.step, refusal.step) or self._options.step == refusal.step:
+            if wanted is None or refusal.step in (None, wanted):
                 self._enter(ReceiverState.REJECTED)
                 raise PeerGaveUp(
                     f"rank {peer} refused to send its state; nothing was received: {refusal.reason}",
@@ -233,19 +230,25 @@ class _Receive:
                     peer=peer,
                 )
 
-    def _receive(
-        self, frames: Channel, count: int, dtype: torch.dtype, stall_s: float | None
-    ) -> torch.Tensor:
-        def steps() -> Steps[torch.Tensor]:
-            # Zeros, so that the content does not depend on what the memory held before. The buffer is created
-            # in the lane, because the caller may be in inference mode.
-            buffer = torch.zeros(count, dtype=dtype, device=self._link.device)
-            yield frames.recv(buffer)
-            return buffer
+    def _frame_steps(self, frames: Channel) -> Steps[bytes]:
+        # Zeros, so that the content does not depend on what the memory held before. Buffers are created in
+        # the lane, because the caller may be in inference mode.
+        length = torch.zeros(1, dtype=torch.int64, device=self._link.device)
+        # stall_timeout does not apply before the first message of the sender.
+        self._progress.idle = True
+        yield frames.recv(length)
+        self._progress.raise_if_cancelled()
+        self._progress.idle, self._progress.contacted = False, True
+        self._enter(ReceiverState.FRAME)
+        nbytes = int(length.item())
+        check_length(nbytes, self._options.max_metadata_bytes)
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._link.device)
+        yield frames.recv(buffer)
+        return first_bytes(buffer, nbytes)
 
-        lane = Lane(self._progress, steps())
-        run_lanes(self._link, [lane], Limits(self._phases.deadline_s, stall_s), self._runner)
-        return lane.result()
+    def _run(self, lanes: Sequence[Lane[Any]]) -> None:
+        limits = Limits(self._phases.deadline_s, self._options.stall_s)
+        run_lanes(self._link, lanes, limits, self._runner)
 
     def _decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
         if is_frame(data):
@@ -313,8 +316,7 @@ class _Receive:
         lanes = [receiving]
         if relay is not None:
             lanes.append(self._forwarding(relay, receiving))
-        limits = Limits(self._phases.deadline_s, self._options.stall_s)
-        run_lanes(self._link, lanes, limits, self._runner)
+        self._run(lanes)
         receiving.result()
         for forwarding in lanes[1:]:
             if forwarding.error is not None:
@@ -402,6 +404,7 @@ class _Payload:
 
     def __post_init__(self) -> None:
         self.verify &= self.frame.digest_blocks or self.frame.digests is not None
+        self.sink.before_write = self.progress.raise_if_cancelled
         self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
 
     def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
@@ -446,7 +449,7 @@ class _Payload:
         self.progress.add(message.nbytes)
         if self.verify:
             self.sink.add_digests(message, buffer)
-        self.sink.write(message, buffer, self.progress.raise_if_cancelled)
+        self.sink.write(message, buffer)
         # A chunk is whole when it is written, not when it has arrived.
         if not self.verify:
             self.sink.mark(message.first, message.end, ChunkState.WHOLE)

@@ -40,16 +40,14 @@ from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
 
-BeforeWrite = Callable[[], None]
-"""Called before memory is written. It may raise, and then nothing more is written."""
-
 
 @dataclass(eq=False)
 class Sink:
     """Writes chunks to fresh memory, to the local state, or nowhere.
 
     `paired` lists the paths that both states have; None means all. `written` lists the local tensors that are
-    written. `failure` is set when there is no memory for the fresh state: chunks are dropped from then on.
+    written. `before_write` is called before local memory is written; if it raises, nothing more is written.
+    `failure` is set when there is no memory for the fresh state: chunks are dropped from then on.
     Writing and hashing raise StateError if memory of the local state was freed.
     """
 
@@ -60,6 +58,7 @@ class Sink:
     local: Description | None = None
     written: Collection[int] = ()
     paired: Collection[Path] | None = None
+    before_write: Callable[[], None] = lambda: None
     failure: StateError | None = None
 
     def __post_init__(self) -> None:
@@ -90,11 +89,11 @@ class Sink:
         self._opened[message.first] = place
         return run_of(self._memory(place), piece)
 
-    def write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite = lambda: None) -> None:
+    def write(self, message: Message, buffer: torch.Tensor) -> None:
         """Write the chunks of a message, consecutive in the buffer, to all their places but an open one."""
         opened = self._opened.pop(message.first, None)
         if self.local is not None:
-            self._write_to(self.local, message, opened, buffer, before_write)
+            self._write_to(self.local, message, buffer, opened)
         elif self.fresh is not None and self.failure is None and opened is None:
             try:
                 self.fresh.unpack(self.plan.chunks_of(message), buffer)
@@ -102,19 +101,14 @@ class Sink:
                 self.failure = error
 
     def _write_to(
-        self,
-        local: Description,
-        message: Message,
-        opened: Direct | None,
-        buffer: torch.Tensor,
-        before_write: BeforeWrite,
+        self, local: Description, message: Message, buffer: torch.Tensor, opened: Direct | None
     ) -> None:
         chunks = self.plan.chunks_of(message)
         if self.placements.same_layout:
             if opened is None:
                 self.mark(message.first, message.end, ChunkState.WRITTEN)
                 memories = [local.memories[chunk.piece.storage] for chunk in chunks]
-                self._scatter(chunks, memories, buffer, before_write)
+                self._scatter(chunks, memories, buffer)
             return
         placements = [self.placements.of(chunk) for chunk in chunks]
         if opened is not None:
@@ -130,27 +124,21 @@ class Sink:
             start += flat.nbytes
             if has_one_place:
                 memories = [self._memory(placement.direct[0]) for _, placement in pairs]
-                self._scatter([chunk for chunk, _ in pairs], memories, flat, before_write)
+                self._scatter([chunk for chunk, _ in pairs], memories, flat)
                 continue
             for (chunk, placement), data in zip(pairs, flat.split(sizes), strict=True):
                 for place in placement.direct:
-                    self._scatter([chunk], [self._memory(place)], data, before_write)
+                    self._scatter([chunk], [self._memory(place)], data)
                 for items in placement.itemwise:
-                    before_write()
+                    self.before_write()
                     theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
                     memory = local.memories[ours.storage]
                     write_items(data, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
 
-    def _scatter(
-        self,
-        chunks: Sequence[Chunk],
-        memories: Sequence[Memory],
-        buffer: torch.Tensor,
-        before_write: BeforeWrite,
-    ) -> None:
+    def _scatter(self, chunks: Sequence[Chunk], memories: Sequence[Memory], buffer: torch.Tensor) -> None:
         start = 0
         for first in range(0, len(chunks), _PIECES_AT_ONCE):
-            before_write()
+            self.before_write()
             pieces = [chunk.piece for chunk in chunks[first : first + _PIECES_AT_ONCE]]
             end = start + sum(piece.nbytes for piece in pieces)
             scatter(memories[first : first + _PIECES_AT_ONCE], pieces, buffer[start:end])

@@ -23,7 +23,7 @@ def digest_pieces(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
     xxhash releases the GIL while it hashes.
     """
     host = buffer.cpu()
-    view = _view(host, host.nbytes)
+    view = _view(host)
     digests: list[int] = []
     start = 0
     for size in sizes:
@@ -35,13 +35,13 @@ def digest_pieces(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
     """Return up to `nbytes` first bytes of a flat buffer; raises StateError if it was freed."""
     host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
-    return bytes(_view(host, min(nbytes, host.nbytes)))
+    return bytes(_view(host)[:nbytes])
 
 
-def _view(host: torch.Tensor, nbytes: int) -> memoryview:
-    """View the first bytes of a CPU buffer. The caller must keep the buffer alive."""
-    check_held(host.untyped_storage(), int(host.storage_offset()) * host.itemsize + host.nbytes)
-    return memoryview((ctypes.c_char * nbytes).from_address(host.data_ptr()) if nbytes else b"")
+def _view(host: torch.Tensor) -> memoryview:
+    """View a flat CPU buffer of bytes. The caller must keep the buffer alive."""
+    check_held(host.untyped_storage(), int(host.storage_offset()) + host.nbytes)
+    return memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b"")
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from torchferry.core.watch import Limits
 from torchferry.engine import lanes
-from torchferry.engine.lanes import Lane, Progress, Steps, ThreadRunner, run_lanes
+from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
 from torchferry.errors import LinkBroken, LinkStalled, LinkTimeout
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
@@ -51,7 +51,7 @@ def test_cancelled_lanes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch
         yield Never()
 
     busy: list[Lane[None]] = [Lane(Progress(peer), works()) for peer in (1, 2, 3)]
-    runner = ThreadRunner()
+    runner = Runner()
     limits = Limits(runner.now_s())
     started_s = time.monotonic()
     run_lanes(MemoryNetwork().link(0), busy, limits, runner)
@@ -70,7 +70,7 @@ def test_a_link_that_breaks_at_the_deadline_counts_as_late() -> None:
             time.sleep(timeout_s)
             raise LinkBroken("closed, because another wait timed out")
 
-    runner = ThreadRunner()
+    runner = Runner()
     lane = Lane(Progress(1), one_wait(Breaking()))
     run_lanes(MemoryNetwork().link(0), [lane], Limits(runner.now_s() + 0.05), runner)
     assert type(lane.error) is LinkTimeout
@@ -81,7 +81,7 @@ def test_a_link_that_breaks_before_the_deadline_counts_as_broken() -> None:
         def wait(self, timeout_s: float) -> None:
             raise LinkBroken("gone")
 
-    runner = ThreadRunner()
+    runner = Runner()
     lane = Lane(Progress(1), one_wait(Broken()))
     run_lanes(MemoryNetwork().link(0), [lane], Limits(runner.now_s() + 20), runner)
     assert type(lane.error) is LinkBroken
@@ -93,7 +93,7 @@ def test_an_interrupted_caller_closes_the_link_and_then_cancels_every_lane(
     never = [Never(), Never()]
     waiting = [Lane(Progress(peer), one_wait(each)) for peer, each in enumerate(never, 1)]
 
-    def interrupted(self: ThreadRunner, lanes: object, until_s: float) -> None:
+    def interrupted(self: Runner, lanes: object, until_s: float) -> None:
         raise KeyboardInterrupt
 
     class Watching(MemoryLink):
@@ -101,8 +101,8 @@ def test_an_interrupted_caller_closes_the_link_and_then_cancels_every_lane(
             closed.append((peer, any(lane.progress.cancelled for lane in waiting)))
 
     closed: list[tuple[int, bool]] = []
-    monkeypatch.setattr(lanes.ThreadRunner, "sleep", interrupted)
-    runner = ThreadRunner()
+    monkeypatch.setattr(lanes.Runner, "sleep", interrupted)
+    runner = Runner()
     with pytest.raises(KeyboardInterrupt):
         run_lanes(Watching(MemoryNetwork(), 0), waiting, Limits(runner.now_s() + 20), runner)
     for each in never:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchferry.engine.lanes import Lane, Progress, ThreadRunner
+from torchferry.engine.lanes import Lane, Progress, Runner
 
 
 def one_lane() -> Lane[Any]:
@@ -54,7 +54,7 @@ def _nothing_is_collected() -> Iterator[None]:
 @pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("number", range(1, 40))
 def test_ctrl_c_at_any_line_of_a_sleep_raises_keyboard_interrupt_and_breaks_nothing(number: int) -> None:
-    runner, lane = ThreadRunner(), one_lane()
+    runner, lane = Runner(), one_lane()
     until_s = time.monotonic() + 0.01
     try:
         with ctrl_c_before_line(number):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchferry.engine.lanes import Lane, deadline_passed
+from torchferry.engine.lanes import Lane, Runner, deadline_passed
 from torchferry.errors import FerryError, LinkBroken
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Link
 from torchferry.testing.simulation.world import Process, World
@@ -212,10 +212,11 @@ class SimulatedLink(Link):
         self._network.close(self.rank)
 
 
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """Runs the steps of a simulated process's lanes by the world's clock."""
 
     def __init__(self, world: World, process: Callable[[], Process]) -> None:
+        super().__init__()
         self._world = world
         self._process = process
         self._pending: dict[int, tuple[Lane[Any], Any, float]] = {}
