@@ -18,7 +18,7 @@ from tests.simulation.run_seeds import pin_to_core, run_seeds
 from tests.support.sizes import count
 from torchferry.core import codec, push, watch
 from torchferry.core.outcome import ChunkState, Outcome
-from torchferry.engine import lanes, receive, relay, send
+from torchferry.engine import lanes, receive, relay, send, transfer
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
 from torchferry.testing.simulation import CheckFailed, simulate
@@ -97,7 +97,7 @@ def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_last_messages_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes.Window, "__len__", lambda self: 0)
+    monkeypatch.setattr(transfer.Window, "__len__", lambda self: 0)
 
 
 def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,7 @@ def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         return watch.next_action(limits, now_s, waiting_since_s=waiting_since_s, **known)
 
     monkeypatch.setattr(lanes, "next_action", per_wait)
-    monkeypatch.setattr(send, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
-    monkeypatch.setattr(receive, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
+    monkeypatch.setattr(transfer, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
 
 
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +140,7 @@ def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes.Window, "has_room", lambda self, nbytes, **_: True)
+    monkeypatch.setattr(transfer.Window, "has_room", lambda self, nbytes, **_: True)
 
 
 def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +153,12 @@ def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_lanes(link: Any, all_lanes: Any, limits: Any, runner: Any) -> None:
         for lane in all_lanes:
-            lane.link = link
+            lane.link = link if link.rank == 0 else None
         lanes.run_lanes(link, all_lanes, limits, runner)
 
     monkeypatch.setattr(lanes.Lane, "link", None, raising=False)
     monkeypatch.setattr(lanes.Lane, "settle", settle)
-    monkeypatch.setattr(send, "run_lanes", run_lanes)
+    monkeypatch.setattr(transfer, "run_lanes", run_lanes)
 
 
 def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +180,7 @@ def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EmptyWindow(lanes.Window):
+    class EmptyWindow(transfer.Window):
         """A window that reports no messages, so that the relay does not wait for any."""
 
         def __len__(self) -> int:

@@ -7,36 +7,18 @@ and cancels a lane whose peer is dead, stalled or late. The simulation runs the 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch
-
-from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import paths_of
-from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Message, Plan
-from torchferry.core.push import DigestBlock
 from torchferry.core.watch import Action, Limits, next_action
-from torchferry.errors import (
-    Corrupted,
-    FerryError,
-    LinkBroken,
-    LinkError,
-    LinkStalled,
-    LinkTimeout,
-    PeerGaveUp,
-)
+from torchferry.errors import LinkBroken, LinkError, LinkStalled, LinkTimeout
 from torchferry.links.base import Link, Pending
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,76 +53,6 @@ class Progress:
         """Stop a cancelled lane. Its caller has an error already and never sees this one."""
         if self.cancelled:
             raise LinkTimeout("the transfer was cancelled")
-
-
-class InFlight(NamedTuple):
-    """A message that was started, and its memory: the state's own if `in_place`. A frame has no `item`."""
-
-    buffer: torch.Tensor
-    item: Message | DigestBlock | None = None
-    in_place: bool = False
-
-    @property
-    def staged(self) -> bool:
-        """Whether the memory is a buffer of the staging pool."""
-        return isinstance(self.item, Message) and not self.in_place
-
-
-@dataclass(eq=False)
-class Window:
-    """A queue of messages in flight. `completed` is called with each message that completes.
-
-    Messages that are sent from or received into the tensors themselves take no extra memory. So up to
-    `max_bytes` may be in flight, but only `max_staged_bytes` that are not in place.
-    """
-
-    completed: Callable[[InFlight], None]
-    max_staged_bytes: int
-    max_bytes: int
-    _entries: deque[tuple[InFlight, Sequence[Pending]]] = field(default_factory=deque)
-    _staged_bytes: int = 0
-    _bytes: int = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def has_room(self, nbytes: int, *, in_place: bool) -> bool:
-        """Return whether so many more bytes may be in flight. An empty window takes any message."""
-        if not self._entries:
-            return True
-        fits = in_place or self._staged_bytes + nbytes <= self.max_staged_bytes
-        return fits and self._bytes + nbytes <= self.max_bytes
-
-    def add(self, message: InFlight, *pending: Pending) -> None:
-        """Add a message that was just started."""
-        self._entries.append((message, pending))
-        self._count(message, message.buffer.nbytes)
-
-    def _count(self, message: InFlight, nbytes: int) -> None:
-        self._bytes += nbytes
-        self._staged_bytes += 0 if message.in_place else nbytes
-
-    def pop(self) -> Steps[InFlight]:
-        """Wait for the oldest message and return it; raises LinkError if it failed."""
-        message, pending = self._entries[0]
-        yield from pending
-        self._entries.popleft()
-        self._count(message, -message.buffer.nbytes)
-        return message
-
-    def complete_oldest(self) -> Steps[None]:
-        """Wait for the oldest message, and hand it to `completed`."""
-        self.completed((yield from self.pop()))
-
-    def make_room(self, nbytes: int, *, in_place: bool) -> Steps[None]:
-        """Wait until so many more bytes may be in flight."""
-        while not self.has_room(nbytes, in_place=in_place):
-            yield from self.complete_oldest()
-
-    def complete_all(self) -> Steps[None]:
-        """Wait for all messages."""
-        while self:
-            yield from self.complete_oldest()
 
 
 _STOP_S = 0.25
@@ -327,83 +239,3 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
 def deadline_passed(peer: int) -> LinkTimeout:
     """Return the error for a deadline that passed."""
     return LinkTimeout("the transfer did not finish within its timeout", peer=peer)
-
-
-@dataclass(frozen=True)
-class TransferOptions:
-    """How to send or receive a state.
-
-    `question` is added to a timeout if the peer was never heard of, with its rank in {peer}.
-    """
-
-    timeout_s: float
-    max_metadata_bytes: int
-    step: int | None = None
-    stall_s: float | None = None
-    verify: bool = True
-    window_bytes: int = WINDOW_BYTES
-    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
-    question: str = ""
-    runner: Callable[[], Runner] = Runner
-
-
-class Phases:
-    """Times the phases of one transfer in real time. The deadline is on the clock `now_s`."""
-
-    def __init__(self, transfer: str, timeout_s: float, now_s: Callable[[], float]) -> None:
-        self.deadline_s = now_s() + timeout_s
-        self.current = ""
-        self._now_s = now_s
-        self._transfer = transfer
-        self._seconds: dict[str, float] = {}
-        self._started = 0.0
-
-    def left_s(self) -> float:
-        """Return how much time is left; 0 if none."""
-        return max(self.deadline_s - self._now_s(), 0.0)
-
-    def enter(self, phase: str) -> None:
-        """End the current phase and begin another."""
-        if phase != self.current:
-            self.finish()
-            self.current = phase
-            self._started = time.perf_counter()
-            logger.debug("%s: %s started", self._transfer, phase)
-
-    def finish(self, outcome: str = "complete") -> dict[str, float]:
-        """End the current phase, and return the seconds of each phase."""
-        if self.current:
-            seconds = time.perf_counter() - self._started
-            self._seconds[self.current] = self._seconds.get(self.current, 0.0) + seconds
-            logger.debug("%s: %s %s after %.6f s", self._transfer, self.current, outcome, seconds)
-        return self._seconds
-
-
-def with_progress(
-    error: FerryError,
-    progress: Progress,
-    phase: str,
-    options: TransferOptions,
-    content: tuple[Manifest, Plan] | None,
-) -> FerryError:
-    """Return an error with its peer, its phase, and how far the transfer got before the link failed.
-
-    `content` is what was being transferred, if that is known.
-    """
-    path, more = None, ""
-    is_failed_link = isinstance(error, (LinkError, PeerGaveUp)) and not isinstance(error, Corrupted)
-    if is_failed_link and content is not None:
-        manifest, plan = content
-        more = f"; {progress.bytes_done:,} of {progress.bytes_due:,} bytes done"
-        if plan.messages:
-            message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
-            path = next(iter(paths_of(manifest, plan, {message.first})), None)
-            more += f", last at {path}" if path else ""
-        if not progress.contacted:
-            more += " (the metadata was not sent)"
-    if isinstance(error, LinkTimeout):
-        if options.question and not progress.contacted:
-            more += f". {options.question.format(peer=progress.peer)}"
-        if not isinstance(error, LinkStalled):
-            more += f"{'' if more.endswith('?') else '.'} The timeout was {options.timeout_s:g} s"
-    return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)

@@ -8,16 +8,14 @@ sender.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
 from torchferry.core.extents import TooIrregular
-from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Message, Plan, TooManyMessages
 from torchferry.core.push import (
@@ -31,21 +29,11 @@ from torchferry.core.push import (
     decode_block,
 )
 from torchferry.core.report import Report
-from torchferry.core.watch import Limits
-from torchferry.engine.lanes import (
-    InFlight,
-    Lane,
-    Phases,
-    Progress,
-    Steps,
-    TransferOptions,
-    Window,
-    run_lanes,
-    with_progress,
-)
+from torchferry.engine.lanes import Lane, Progress, Steps
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import first_bytes
+from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Staging, Workspace
 from torchferry.errors import (
     BadManifest,
@@ -102,17 +90,7 @@ def receive_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    receive = _Receive(link, peer, options, workspace or Workspace(link.device))
-    try:
-        return receive.run()
-    except BaseException as error:
-        explained = receive.explain(error)
-        if receive.messages_pending:
-            link.mark_broken(explained)
-            link.close(peer)
-        if explained is error:
-            raise
-        raise explained from explained.__cause__
+    return _Receive(link, peer, options, workspace).run()
 
 
 def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) -> Plan:
@@ -128,36 +106,42 @@ def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) 
     return plan
 
 
-class _Receive:
+class _Receive(Transfer[ReceiveOptions]):
     """One receive, from the description of the local state to the report."""
 
-    def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace) -> None:
-        self._link = link
+    def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace | None) -> None:
+        super().__init__("receive", link, options, workspace)
         self._peer = peer
-        self._options = options
-        self._workspace = workspace
-        self._runner = options.runner()
-        self._phases = Phases("receive", options.timeout_s, self._runner.now_s)
         self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
-        self._phases.enter(ReceiverState.DESCRIBING.phase)
+        self._enter_phase(ReceiverState.DESCRIBING.phase)
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
-        self._content: tuple[Manifest, Plan] | None = None
         self._sink: Sink | None = None
-
-    @property
-    def messages_pending(self) -> bool:
-        """Whether messages of this transfer may still arrive."""
-        return self._machine.state.messages_pending
 
     def _enter(self, state: ReceiverState) -> None:
         self._machine.advance(state)
-        self._phases.enter(state.phase or self._phases.current)
+        self._enter_phase(state.phase or self._phase)
 
     def run(self) -> tuple[object, Report]:
+        try:
+            return self._run()
+        except BaseException as error:
+            explained = self._explain(error)
+            if self._machine.state.messages_pending:
+                self._link.mark_broken(explained)
+                self._link.close(self._peer)
+            if explained is error:
+                raise
+            raise explained from explained.__cause__
+
+    def _run(self) -> tuple[object, Report]:
         local = self._describe_local()
         data = self._receive_frame()
-        frame, encoded = self._decode(data)
+        if is_frame(data):
+            frame, encoded = self._workspace.decode(data)
+        else:
+            frame = self._options.decode_other(data)
+            encoded = self._workspace.encode(frame.manifest)
         plan = plan_incoming(frame, encoded, self._workspace)
         self._route = self._check_route(frame)
         self._content = frame.manifest, plan
@@ -186,7 +170,7 @@ class _Receive:
             plan.payload_bytes,
             len(data),
             len(plan.messages),
-            self._phases.finish(),
+            self._finish_phase(),
             forwarded_to=self._route.next,
             not_forwarded=payload.not_forwarded,
             forwarded_by=None if self._route.source == self._peer else self._route.source,
@@ -215,9 +199,9 @@ class _Receive:
         while True:
             self._enter(ReceiverState.WAITING)
             self._progress = Progress(peer, contacted=False)
-            with self._link.frames(peer, "receive", self._phases.left_s()) as frames:
+            with self._link.frames(peer, "receive", self._left_s()) as frames:
                 lane = Lane(self._progress, self._frame_steps(frames))
-                self._run([lane])
+                self._run_lanes([lane])
             data = lane.result()
             refusal = decode_refusal(data)
             if refusal is None:
@@ -245,16 +229,6 @@ class _Receive:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._link.device)
         yield frames.recv(buffer)
         return first_bytes(buffer, nbytes)
-
-    def _run(self, lanes: Sequence[Lane[Any]]) -> None:
-        limits = Limits(self._phases.deadline_s, self._options.stall_s)
-        run_lanes(self._link, lanes, limits, self._runner)
-
-    def _decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
-        if is_frame(data):
-            return self._workspace.decode(data)
-        frame = self._options.decode_other(data)
-        return frame, self._workspace.encode(frame.manifest)
 
     def _check_route(self, frame: Frame) -> Route:
         """Return where the payload comes from and which receiver it goes to.
@@ -291,7 +265,7 @@ class _Receive:
         """Receive all messages and drop them, so that the sender can finish."""
         self._enter(ReceiverState.DRAINING)
         try:
-            self._receive_payload(frame, Sink.discarding(frame.manifest, plan), verify=False)
+            self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
             self._enter(ReceiverState.REJECTED)
         except FerryError as error:
             rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
@@ -316,7 +290,7 @@ class _Receive:
         lanes = [receiving]
         if relay is not None:
             lanes.append(self._forwarding(relay, receiving))
-        self._run(lanes)
+        self._run_lanes(lanes)
         receiving.result()
         for forwarding in lanes[1:]:
             if forwarding.error is not None:
@@ -343,17 +317,17 @@ class _Receive:
     def _explain_not_forwarded(self, error: BaseException, progress: Progress) -> str:
         """Log why the state was not forwarded: the caller has its state, but a rank of the group is lost."""
         if isinstance(error, FerryError):
-            error = with_progress(error, progress, "forward tensors", self._options, self._content)
+            error = self._with_progress(error, progress, "forward tensors")
         self._link.mark_broken(error)
         logger.warning("forwarding the state to rank %d failed: %s", progress.peer, error)
         return str(error)
 
-    def explain(self, error: BaseException) -> BaseException:
+    def _explain(self, error: BaseException) -> BaseException:
         """Return an error with its context, and with what it did to the local state."""
-        self._phases.finish("failed")
-        sink, phase = self._sink, self._phases.current
+        self._finish_phase("failed")
+        sink, phase = self._sink, self._phase
         if isinstance(error, FerryError):
-            error = with_progress(error, self._progress, phase, self._options, self._content)
+            error = self._with_progress(error, self._progress, phase)
             error = error.with_context(more=self._suspects(error) if sink is not None else "")
         if sink is None or sink.local is None:
             return error
@@ -481,14 +455,13 @@ class _Payload:
 
 def _warn_of_gaps(peer: int, target: Target) -> None:
     """Log one WARNING if paths were dropped or kept, or training could go on without them unnoticed."""
-    gaps = [
-        f"{len(paths)} path{'s' if len(paths) > 1 else ''} {what}: "
-        f"{', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}"
-        for what, paths in (
-            ("dropped, which only the sender has", target.dropped),
-            ("left as they were, which only the local state has", target.kept),
-        )
-        if paths
-    ]
+    gaps: list[str] = []
+    for what, paths in (
+        ("dropped, which only the sender has", target.dropped),
+        ("left as they were, which only the local state has", target.kept),
+    ):
+        if paths:
+            count = "1 path" if len(paths) == 1 else f"{len(paths)} paths"
+            gaps.append(f"{count} {what}: {', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}")
     if gaps:
         logger.warning("received from rank %d in place, with gaps: %s", peer, "; ".join(gaps))

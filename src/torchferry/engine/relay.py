@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchferry.engine.lanes import InFlight, Progress, Steps, Window
+from torchferry.engine.lanes import Progress, Steps
+from torchferry.engine.transfer import InFlight, Window
 from torchferry.engine.workspace import Staging
 from torchferry.errors import LinkTimeout, PeerGaveUp
 from torchferry.links.base import Channel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -11,39 +11,20 @@ from msgspec import structs
 
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import (
-    CHUNK_BYTES,
-    MAX_MESSAGES,
-    PACK_FROM,
-    RELAY_CHUNK_BYTES,
-    Message,
-    Plan,
-    TooManyMessages,
-)
+from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Message, Plan, TooManyMessages
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
     SENDER,
     DigestBlock,
     Machine,
-    Route,
     SenderState,
     chain,
     encode_block,
 )
 from torchferry.core.report import Report
-from torchferry.core.watch import Limits
-from torchferry.engine.lanes import (
-    InFlight,
-    Lane,
-    Phases,
-    Progress,
-    Steps,
-    TransferOptions,
-    Window,
-    run_lanes,
-    with_progress,
-)
+from torchferry.engine.lanes import Lane, Progress, Steps
 from torchferry.engine.source import Source
+from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,
@@ -98,39 +79,41 @@ def send_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    send = _Send(link, peers, options, workspace or Workspace(link.device))
-    try:
-        return send.run(state)
-    except FerryError as error:
-        send.phases.finish("failed")
-        raise error.with_context(phase=send.phases.current) from error.__cause__
+    return _Send(link, peers, options, workspace).run(state)
 
 
-class _Send:
+class _Send(Transfer[SendOptions]):
     """One send, from the description of the state to the report."""
 
-    def __init__(self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace) -> None:
-        self._link = link
+    def __init__(
+        self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace | None
+    ) -> None:
+        super().__init__("send", link, options, workspace)
         self._peers = peers
-        self._options = options
-        self._workspace = workspace
-        self._relayed = options.relay and len(peers) > 1
-        self._runner = options.runner()
+        self._transfer = link.new_transfer()
+        # The routes of the payload, if receivers forward it.
+        self._routes = chain(self._transfer.origin, peers) if options.relay and len(peers) > 1 else {}
         self._machines = {peer: Machine(SENDER, SenderState.DESCRIBING) for peer in peers}
-        self.phases = Phases("send", options.timeout_s, self._runner.now_s)
 
     def run(self, state: object) -> Report:
-        self.phases.enter("describe")
+        try:
+            return self._run(state)
+        except FerryError as error:
+            self._finish_phase("failed")
+            raise error.with_context(phase=self._phase) from error.__cause__
+
+    def _run(self, state: object) -> Report:
+        self._enter_phase("describe")
         try:
             # Every problem of the state is found here, before anything is sent.
             description = describe(state, pickle=self._options.pickle)
             encoded = self._workspace.encode(description.manifest)
             plan = self._plan(encoded)
+            self._content = encoded.manifest, plan
             source = Source(description, plan, self._workspace.staging, self._link.can_access)
             frame = self._frame(encoded, source)
-            routes = chain(frame.origin, self._peers) if self._relayed else {}
-            frames = self._encode(frame, encoded, routes)
-            if not self.phases.left_s():
+            frames = self._encode(frame, encoded)
+            if not self._left_s():
                 raise LinkTimeout(
                     "describing the state took longer than the timeout, and nothing was sent: "
                     f"0 of {plan.payload_bytes:,} bytes done. The timeout was {self._options.timeout_s:g} s",
@@ -139,15 +122,14 @@ class _Send:
         except BaseException as error:
             self._refuse(error)
             raise
-        self.phases.enter("send tensors")
-        lanes = [self._lane(peer, source, frame, routes, frames[peer]) for peer in self._peers]
-        limits = Limits(self.phases.deadline_s, self._options.stall_s)
+        self._enter_phase("send tensors")
+        lanes = [self._lane(peer, source, frame, frames[peer]) for peer in self._peers]
         try:
-            run_lanes(self._link, lanes, limits, self._runner)
+            self._run_lanes(lanes)
         except BaseException as interrupt:
             self._link.mark_broken(interrupt)
             raise
-        self._raise_failures(lanes, source, routes)
+        self._raise_failures(lanes)
         if not frame.digest_blocks:
             source.find_changes(read_all=frame.digests is not None)
         if paths := source.changed_paths():
@@ -157,18 +139,17 @@ class _Send:
             plan.payload_bytes,
             max(map(len, frames.values()), default=0),
             len(plan.messages),
-            self.phases.finish(),
+            self._finish_phase(),
             step=self._options.step,
         )
 
     def _plan(self, encoded: EncodedManifest) -> Plan:
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
-        short_bytes = min(chunk_bytes, RELAY_CHUNK_BYTES)
         try:
-            plan = self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
-            if self._relayed and plan.payload_bytes < short_bytes * (MAX_MESSAGES // 2):
-                plan = self._workspace.plan(encoded, short_bytes, pack_from=pack_from)
-            return plan
+            if self._routes and chunk_bytes > RELAY_CHUNK_BYTES:
+                with suppress(TooManyMessages):
+                    return self._workspace.plan(encoded, RELAY_CHUNK_BYTES, pack_from=pack_from)
+            return self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
         except TooIrregular as error:
             raise Unsendable(
                 f"the state has views that overlap too irregularly to be sent without bytes between them "
@@ -178,33 +159,30 @@ class _Send:
             raise Unsendable(f"{error}: send the state in parts") from None
 
     def _frame(self, encoded: EncodedManifest, source: Source) -> Frame:
-        """Make the frame. Small states are hashed now, of others samples are taken."""
-        has_digests = self._options.verify
-        digest_blocks = has_digests and source.plan.payload_bytes > self._options.hash_first_bytes
+        """Make the frame. A small state is hashed now; of a large one, samples are taken."""
+        plan, verify = source.plan, self._options.verify
+        digest_blocks = verify and plan.payload_bytes > self._options.hash_first_bytes
         if digest_blocks:
             source.take_samples()
-        elif has_digests:
+        elif verify:
             source.hash_all()
-        transfer = self._link.new_transfer()
         return Frame(
             encoded.manifest,
-            source.plan.chunk_bytes,
+            plan.chunk_bytes,
             self._options.step,
-            transfer.serial,
-            transfer.nonce,
-            digests=source.known_digests() if has_digests and not digest_blocks else None,
+            self._transfer.serial,
+            self._transfer.nonce,
+            digests=source.known_digests() if verify and not digest_blocks else None,
             digest_blocks=digest_blocks,
-            pack_bytes=source.plan.pack_bytes,
-            origin=transfer.origin,
+            pack_bytes=plan.pack_bytes,
+            origin=self._transfer.origin,
         )
 
-    def _encode(
-        self, frame: Frame, encoded: EncodedManifest, routes: Mapping[int, Route]
-    ) -> dict[int, bytes]:
+    def _encode(self, frame: Frame, encoded: EncodedManifest) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
         data = encode(frame, encoded)
         frames = dict.fromkeys(self._peers, data)
-        for peer, route in routes.items():
+        for peer, route in self._routes.items():
             frames[peer] = encode(structs.replace(frame, route=route), encoded)
         nbytes, limit = max(map(len, (data, *frames.values()))), self._options.max_metadata_bytes
         if nbytes > limit:
@@ -231,13 +209,11 @@ class _Send:
         if self._peers:
             self._runner.sleep((), self._runner.now_s() + _REFUSAL_S)
 
-    def _lane(
-        self, peer: int, source: Source, frame: Frame, routes: Mapping[int, Route], data: bytes
-    ) -> Lane[None]:
-        has_payload = peer not in routes or routes[peer].source == frame.origin
+    def _lane(self, peer: int, source: Source, frame: Frame, data: bytes) -> Lane[None]:
+        has_payload = peer not in self._routes or self._routes[peer].source == frame.origin
         progress = Progress(peer, source.plan.payload_bytes if has_payload else 0, contacted=False)
         # The lanes that send a payload share the windows.
-        lanes = 1 if routes else len(self._peers)
+        lanes = 1 if self._routes else len(self._peers)
         outgoing = _Outgoing(
             self._link,
             source,
@@ -247,18 +223,15 @@ class _Send:
             max(self._options.window_bytes // lanes, 1),
             max(self._options.in_place_window_bytes // lanes, 2 * frame.chunk_bytes),
         )
-        return Lane(progress, outgoing.steps(data, self.phases.left_s, has_payload=has_payload))
+        return Lane(progress, outgoing.steps(data, self._left_s, has_payload=has_payload))
 
-    def _raise_failures(
-        self, lanes: Sequence[Lane[None]], source: Source, routes: Mapping[int, Route]
-    ) -> None:
-        content = source.description.manifest, source.plan
+    def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:
         failed: dict[int, BaseException] = {}
         for progress, error in ((lane.progress, lane.error) for lane in lanes if lane.error is not None):
             if isinstance(error, FerryError):
-                error = with_progress(error, progress, "send tensors", self._options, content)
+                error = self._with_progress(error, progress, "send tensors")
             failed[progress.peer] = error
-        failed = _with_dependents(failed, routes)
+        failed = self._with_dependents(failed)
         if not failed:
             return
         first = next(iter(failed.values()))
@@ -281,21 +254,18 @@ class _Send:
             kind = SendBroken
         raise kind([peer for peer in self._peers if peer not in failed], errors) from first
 
-
-def _with_dependents(
-    failed: dict[int, BaseException], routes: Mapping[int, Route]
-) -> dict[int, BaseException]:
-    """Add the receivers that would have got the payload through a failed one."""
-    found: dict[int, BaseException] = {}
-    lost_by: dict[int, int] = {}
-    for peer, route in routes.items():
-        if peer in failed:
-            found[peer], lost_by[peer] = failed[peer], peer
-        elif route.source in lost_by:
-            lost_by[peer] = lost_by[route.source]
-            what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
-            found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
-    return found or failed
+    def _with_dependents(self, failed: dict[int, BaseException]) -> dict[int, BaseException]:
+        """Add the receivers that would have got the payload through a failed one."""
+        found: dict[int, BaseException] = {}
+        lost_by: dict[int, int] = {}
+        for peer, route in self._routes.items():
+            if peer in failed:
+                found[peer], lost_by[peer] = failed[peer], peer
+            elif route.source in lost_by:
+                lost_by[peer] = lost_by[route.source]
+                what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
+                found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
+        return found or failed
 
 
 def _post_frame(frames: Channel, frame: torch.Tensor) -> list[Pending]:

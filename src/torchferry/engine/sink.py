@@ -28,7 +28,6 @@ from torchferry.tensors.assemble import (
     assemble_in_place,
     choose_result_tree,
     misfits,
-    prepare,
     tied_to_local,
 )
 from torchferry.tensors.describe import Description
@@ -43,7 +42,7 @@ _PIECES_AT_ONCE = 1024
 
 @dataclass(eq=False)
 class Sink:
-    """Writes chunks to fresh memory, to the local state, or nowhere.
+    """Writes chunks to fresh memory or to the local state. A sink with neither drops all chunks.
 
     `paired` lists the paths that both states have; None means all. `written` lists the local tensors that are
     written. `before_write` is called before local memory is written; if it raises, nothing more is written.
@@ -68,15 +67,11 @@ class Sink:
         self._digests: dict[int, int] = {}
         self._opened: dict[int, Direct] = {}
 
-    @classmethod
-    def discarding(cls, manifest: Manifest, plan: Plan) -> Sink:
-        """Make a sink that drops all chunks."""
-        return cls(manifest, plan, Placements((Placement(),) * len(plan.extents)))
-
     def direct_place(self, message: Message, can_access: Callable[[torch.device], bool]) -> Direct | None:
         """Return a place where the link itself can write a message; None if it must be staged."""
         chunk = self.plan.chunks[message.first]
-        if message.end - message.first > 1 or chunk.piece.repeats:
+        has_memory = self.fresh is not None or self.local is not None
+        if not has_memory or message.end - message.first > 1 or chunk.piece.repeats:
             return None
         places = self.placements.of(chunk).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
@@ -232,10 +227,8 @@ def target_in_new_memory(
 ) -> Target:
     """Allocate fresh memory for an incoming state.
 
-    Raises:
-        StateMismatch: it has a shard of another position than this rank's.
-        PeerError: this process can't build the state.
-        StateError: there is not enough memory.
+    Raises StateMismatch if it has a shard of another position than this rank's, PeerError if this process
+    can't build it, and StateError if there is not enough memory.
     """
     prepared = workspace.prepare(incoming, context)
     manifest = incoming.manifest
@@ -259,10 +252,8 @@ def target_in_place(
 ) -> Target:
     """Compare an incoming state with the local one, and place every chunk.
 
-    Raises:
-        StateMismatch: the states do not fit.
-        PeerError: this process can't build the state.
-        StateError: there is not enough memory for what has no local tensor.
+    Raises StateMismatch if they do not fit, PeerError if this process can't build the incoming state, and
+    StateError if there is not enough memory for what has no local tensor.
     """
     manifest = incoming.manifest
     if extra != "drop":
@@ -278,7 +269,7 @@ def target_in_place(
     paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
     if extra == "drop":
         # Dropped leaves may have types that this process does not know.
-        prepared = prepare(manifest, context, only=paired_leaves)
+        prepared = workspace.prepare(incoming, context, only=paired_leaves)
     fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
     if comparison.identical:
         tree = prepared
