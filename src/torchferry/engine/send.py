@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec import structs
@@ -60,11 +61,7 @@ class SendOptions(TransferOptions):
 
 
 def send_state(
-    link: Link,
-    peers: Sequence[int],
-    state: object,
-    options: SendOptions,
-    workspace: Workspace | None = None,
+    link: Link, peers: Sequence[int], state: object, options: SendOptions, workspace: Workspace | None = None
 ) -> Report:
     """Send a state to every peer, after a check that all of it can be sent.
 
@@ -84,6 +81,9 @@ def send_state(
 
 class _Send(Transfer[SendOptions]):
     """One send, from the description of the state to the report."""
+
+    _source: Source
+    _frame: Frame
 
     def __init__(
         self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace | None
@@ -110,9 +110,9 @@ class _Send(Transfer[SendOptions]):
             encoded = self._workspace.encode(description.manifest)
             plan = self._plan(encoded)
             self._content = encoded.manifest, plan
-            source = Source(description, plan, self._workspace.staging, self._link.can_access)
-            frame = self._frame(encoded, source)
-            frames = self._encode(frame, encoded)
+            self._source = Source(description, plan, self._workspace.staging, self._link.can_access)
+            self._frame = self._make_frame()
+            frames = self._encode(encoded)
             if not self._left_s():
                 raise LinkTimeout(
                     "describing the state took longer than the timeout, and nothing was sent: "
@@ -123,16 +123,16 @@ class _Send(Transfer[SendOptions]):
             self._refuse(error)
             raise
         self._enter_phase("send tensors")
-        lanes = [self._lane(peer, source, frame, frames[peer]) for peer in self._peers]
+        lanes = [self._lane(peer, frames[peer]) for peer in self._peers]
         try:
             self._run_lanes(lanes)
         except BaseException as interrupt:
             self._link.mark_broken(interrupt)
             raise
         self._raise_failures(lanes)
-        if not frame.digest_blocks:
-            source.find_changes(read_all=frame.digests is not None)
-        if paths := source.changed_paths():
+        if not self._frame.digest_blocks:
+            self._source.find_changes(read_all=self._frame.digests is not None)
+        if paths := self._source.changed_paths():
             raise StateChanged(paths)
         return Report(
             tuple(self._peers),
@@ -158,16 +158,16 @@ class _Send(Transfer[SendOptions]):
         except TooManyMessages as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
-    def _frame(self, encoded: EncodedManifest, source: Source) -> Frame:
+    def _make_frame(self) -> Frame:
         """Make the frame. A small state is hashed now; of a large one, samples are taken."""
-        plan, verify = source.plan, self._options.verify
+        source, plan, verify = self._source, self._source.plan, self._options.verify
         digest_blocks = verify and plan.payload_bytes > self._options.hash_first_bytes
         if digest_blocks:
             source.take_samples()
         elif verify:
             source.hash_all()
         return Frame(
-            encoded.manifest,
+            source.description.manifest,
             plan.chunk_bytes,
             self._options.step,
             self._transfer.serial,
@@ -178,12 +178,12 @@ class _Send(Transfer[SendOptions]):
             origin=self._transfer.origin,
         )
 
-    def _encode(self, frame: Frame, encoded: EncodedManifest) -> dict[int, bytes]:
+    def _encode(self, encoded: EncodedManifest) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
-        data = encode(frame, encoded)
+        data = encode(self._frame, encoded)
         frames = dict.fromkeys(self._peers, data)
         for peer, route in self._routes.items():
-            frames[peer] = encode(structs.replace(frame, route=route), encoded)
+            frames[peer] = encode(structs.replace(self._frame, route=route), encoded)
         nbytes, limit = max(map(len, (data, *frames.values()))), self._options.max_metadata_bytes
         if nbytes > limit:
             raise Unsendable(
@@ -209,21 +209,90 @@ class _Send(Transfer[SendOptions]):
         if self._peers:
             self._runner.sleep((), self._runner.now_s() + _REFUSAL_S)
 
-    def _lane(self, peer: int, source: Source, frame: Frame, data: bytes) -> Lane[None]:
-        has_payload = peer not in self._routes or self._routes[peer].source == frame.origin
-        progress = Progress(peer, source.plan.payload_bytes if has_payload else 0, contacted=False)
+    def _lane(self, peer: int, data: bytes) -> Lane[None]:
+        has_payload = peer not in self._routes or self._routes[peer].source == self._frame.origin
+        payload_bytes = self._source.plan.payload_bytes if has_payload else 0
+        progress = Progress(peer, payload_bytes, contacted=False)
         # The lanes that send a payload share the windows.
         lanes = 1 if self._routes else len(self._peers)
-        outgoing = _Outgoing(
-            self._link,
-            source,
-            frame,
-            self._machines[peer],
-            progress,
+        window = Window(
+            partial(self._completed, progress),
             max(self._options.window_bytes // lanes, 1),
-            max(self._options.in_place_window_bytes // lanes, 2 * frame.chunk_bytes),
+            max(self._options.in_place_window_bytes // lanes, 2 * self._frame.chunk_bytes),
         )
-        return Lane(progress, outgoing.steps(data, self._left_s, has_payload=has_payload))
+        return Lane(progress, self._steps(progress, window, data, has_payload=has_payload))
+
+    def _steps(self, progress: Progress, window: Window, data: bytes, *, has_payload: bool) -> Steps[None]:
+        """Send the frame, and the payload if the peer gets it from this process.
+
+        Raises LinkError if the link fails, and StateError if memory of the state was freed.
+        """
+        machine = self._machines[progress.peer]
+        machine.advance(SenderState.SENDING)
+        buffer = to_buffer(data, self._link.device)
+        with self._link.frames(progress.peer, "send", self._left_s()) as frames:
+            window.add(InFlight(buffer), *_post_frame(frames, buffer))
+        if has_payload:
+            yield from self._send_payload(progress, window)
+        yield from window.complete_all()
+        machine.advance(SenderState.SENT)
+
+    def _send_payload(self, progress: Progress, window: Window) -> Steps[None]:
+        channel = self._link.channel(progress.peer, self._transfer)
+        sequence = self._source.plan.sequence(digest_blocks=self._frame.digest_blocks)
+        posted = 0
+        try:
+            for item in sequence:
+                message = yield from self._read(item, progress, window)
+                window.add(message, channel.send(message.buffer))
+                posted += 1
+                # A staged copy can't change any more, and is still in the cache.
+                if message.staged:
+                    self._hash(message)
+        except Exception as error:
+            # On a failed link, an abort would fail too.
+            if progress.cancelled or not isinstance(error, LinkError):
+                expected = [item.nbytes for item in sequence[posted:]]
+                if abort := channel.send_abort(self._frame.origin, expected):
+                    while window:
+                        yield from window.pop()
+                    yield from abort
+                    self._machines[progress.peer].advance(SenderState.ABORTED)
+            raise
+
+    def _read(self, item: Message | DigestBlock, progress: Progress, window: Window) -> Steps[InFlight]:
+        """Wait until an item may be sent, and read it.
+
+        A digest block waits until its chunks are hashed. The last block waits for all messages: it says
+        whether the state changed while any of them was being sent.
+        """
+        source = self._source
+        if isinstance(item, Message):
+            in_place = not source.must_stage(item)
+            yield from window.make_room(item.nbytes, in_place=in_place)
+            progress.raise_if_cancelled()
+            return InFlight(source.read(item), item, in_place)
+        while window and (item.last or None in source.digests[item.first : item.end]):
+            yield from window.complete_oldest()
+        progress.raise_if_cancelled()
+        changed = item.last and source.find_changes()
+        digests = source.known_digests(item.first, item.end)
+        block = encode_block(item, digests, self._frame.nonce, changed=changed)
+        return InFlight(to_buffer(block, self._link.device), item)
+
+    def _completed(self, progress: Progress, sent: InFlight) -> None:
+        if sent.item is None:
+            progress.contacted = True
+            self._link.release(progress.peer)
+        elif isinstance(sent.item, Message):
+            # A message that was sent from the state's own memory is hashed while the link sends the next.
+            self._hash(sent)
+            progress.add(sent.item.nbytes)
+            self._source.done_with(sent.item, sent.buffer)
+
+    def _hash(self, message: InFlight) -> None:
+        if self._frame.digest_blocks and isinstance(message.item, Message):
+            self._source.hash(message.item, message.buffer)
 
     def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:
         failed: dict[int, BaseException] = {}
@@ -272,88 +341,3 @@ def _post_frame(frames: Channel, frame: torch.Tensor) -> list[Pending]:
     """Start to send the length of a frame, and the frame."""
     length = torch.tensor([frame.nbytes], dtype=torch.int64, device=frame.device)
     return [frames.send(length), frames.send(frame)]
-
-
-@dataclass(eq=False)
-class _Outgoing:
-    """Sends the frame and the payload to one peer."""
-
-    link: Link
-    source: Source
-    frame: Frame
-    machine: Machine[SenderState]
-    progress: Progress
-    window_bytes: int
-    in_place_window_bytes: int
-
-    def steps(self, data: bytes, left_s: Callable[[], float], *, has_payload: bool) -> Steps[None]:
-        """Send the frame, and the payload if the peer gets it from this process.
-
-        Raises LinkError if the link fails, and StateError if memory of the state was freed.
-        """
-        self.machine.advance(SenderState.SENDING)
-        window = Window(self._completed, self.window_bytes, self.in_place_window_bytes)
-        buffer = to_buffer(data, self.link.device)
-        with self.link.frames(self.progress.peer, "send", left_s()) as frames:
-            window.add(InFlight(buffer), *_post_frame(frames, buffer))
-        if has_payload:
-            yield from self._send_payload(window)
-        yield from window.complete_all()
-        self.machine.advance(SenderState.SENT)
-
-    def _send_payload(self, window: Window) -> Steps[None]:
-        channel = self.link.channel(self.progress.peer, self.frame.transfer)
-        sequence = self.source.plan.sequence(digest_blocks=self.frame.digest_blocks)
-        posted = 0
-        try:
-            for item in sequence:
-                message = yield from self._read(item, window)
-                window.add(message, channel.send(message.buffer))
-                posted += 1
-                # A staged copy can't change any more, and is still in the cache.
-                if message.staged:
-                    self._hash(message)
-        except Exception as error:
-            # On a failed link, an abort would fail too.
-            if self.progress.cancelled or not isinstance(error, LinkError):
-                expected = [item.nbytes for item in sequence[posted:]]
-                if abort := channel.send_abort(self.frame.origin, expected):
-                    while window:
-                        yield from window.pop()
-                    yield from abort
-                    self.machine.advance(SenderState.ABORTED)
-            raise
-
-    def _read(self, item: Message | DigestBlock, window: Window) -> Steps[InFlight]:
-        """Wait until an item may be sent, and read it.
-
-        A digest block waits until its chunks are hashed. The last block waits for all messages: it says
-        whether the state changed while any of them was being sent.
-        """
-        source = self.source
-        if isinstance(item, Message):
-            in_place = not source.must_stage(item)
-            yield from window.make_room(item.nbytes, in_place=in_place)
-            self.progress.raise_if_cancelled()
-            return InFlight(source.read(item), item, in_place)
-        while window and (item.last or None in source.digests[item.first : item.end]):
-            yield from window.complete_oldest()
-        self.progress.raise_if_cancelled()
-        changed = item.last and source.find_changes()
-        digests = source.known_digests(item.first, item.end)
-        block = encode_block(item, digests, self.frame.nonce, changed=changed)
-        return InFlight(to_buffer(block, self.link.device), item)
-
-    def _completed(self, sent: InFlight) -> None:
-        if sent.item is None:
-            self.progress.contacted = True
-            self.link.release(self.progress.peer)
-        elif isinstance(sent.item, Message):
-            # A message that was sent from the state's own memory is hashed while the link sends the next.
-            self._hash(sent)
-            self.progress.add(sent.item.nbytes)
-            self.source.done_with(sent.item, sent.buffer)
-
-    def _hash(self, message: InFlight) -> None:
-        if self.frame.digest_blocks and isinstance(message.item, Message):
-            self.source.hash(message.item, message.buffer)

@@ -143,18 +143,16 @@ class Window:
     def add(self, message: InFlight, *pending: Pending) -> None:
         """Add a message that was just started."""
         self._entries.append((message, pending))
-        self._count(message, message.buffer.nbytes)
-
-    def _count(self, message: InFlight, nbytes: int) -> None:
-        self._bytes += nbytes
-        self._staged_bytes += 0 if message.in_place else nbytes
+        self._bytes += message.buffer.nbytes
+        self._staged_bytes += 0 if message.in_place else message.buffer.nbytes
 
     def pop(self) -> Steps[InFlight]:
         """Wait for the oldest message and return it; raises LinkError if it failed."""
         message, pending = self._entries[0]
         yield from pending
         self._entries.popleft()
-        self._count(message, -message.buffer.nbytes)
+        self._bytes -= message.buffer.nbytes
+        self._staged_bytes -= 0 if message.in_place else message.buffer.nbytes
         return message
 
     def complete_oldest(self) -> Steps[None]:
