@@ -81,10 +81,7 @@ class Lane(Generic[T]):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def step(self, failure: BaseException | None = None) -> Pending | None:
-        """Work until the next wait, and return what is waited for. `failure` is that of the last wait.
-
-        At the end of the work, the lane is settled and None is returned.
-        """
+        """Work until the next wait and return what is waited for; at the end, settle and return None."""
         try:
             with self.at_work:
                 return next(self.steps) if failure is None else self.steps.throw(failure)

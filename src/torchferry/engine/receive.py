@@ -90,7 +90,7 @@ def receive_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    return _Receive(link, peer, options, workspace).run()
+    return _Receive(link, peer, options, workspace or Workspace(link.device)).run()
 
 
 def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) -> Plan:
@@ -109,7 +109,7 @@ def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) 
 class _Receive(Transfer[ReceiveOptions]):
     """One receive, from the description of the local state to the report."""
 
-    def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace | None) -> None:
+    def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace) -> None:
         super().__init__("receive", link, options, workspace)
         self._peer = peer
         self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
@@ -135,6 +135,7 @@ class _Receive(Transfer[ReceiveOptions]):
             raise explained from explained.__cause__
 
     def _run(self) -> tuple[object, Report]:
+        # Meanwhile the sender describes its own.
         local = self._describe_local()
         data = self._receive_frame()
         if is_frame(data):
@@ -165,7 +166,7 @@ class _Receive(Transfer[ReceiveOptions]):
         state = target.assemble()
         self._enter(ReceiverState.DONE)
         _warn_of_gaps(self._peer, target)
-        report = Report(
+        return state, Report(
             (self._peer,),
             plan.payload_bytes,
             len(data),
@@ -179,13 +180,9 @@ class _Receive(Transfer[ReceiveOptions]):
             fresh=target.fresh,
             kept=target.kept,
         )
-        return state, report
 
     def _describe_local(self) -> Description | Exception | None:
-        """Describe the local state while the sender describes its own; None if tensors are to be fresh.
-
-        An error is raised later, when the sender's messages can be drained.
-        """
+        """Describe the local state, if there is one. An error is raised when messages can be drained."""
         if self._options.local_state is None:
             return None
         try:
@@ -231,10 +228,7 @@ class _Receive(Transfer[ReceiveOptions]):
         return first_bytes(buffer, nbytes)
 
     def _check_route(self, frame: Frame) -> Route:
-        """Return where the payload comes from and which receiver it goes to.
-
-        Raises BadManifest if the route has a rank that is not in the group, or has a rank twice.
-        """
+        """Return the route of the payload; raises BadManifest if a rank is repeated or not in the group."""
         route, members = frame.route or Route(self._peer), self._options.members
         others = [rank for rank in (route.source, route.next, *route.before) if rank is not None]
         outside = members is not None and any(rank not in members for rank in others)
@@ -287,14 +281,11 @@ class _Receive(Transfer[ReceiveOptions]):
             )
         payload = _Payload(self._link, frame, sink, self._workspace.staging, self._progress, verify, relay)
         receiving = Lane(self._progress, payload.steps(window_bytes, self._options.in_place_window_bytes))
-        lanes = [receiving]
-        if relay is not None:
-            lanes.append(self._forwarding(relay, receiving))
+        lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
         receiving.result()
-        for forwarding in lanes[1:]:
-            if forwarding.error is not None:
-                payload.not_forwarded = self._explain_not_forwarded(forwarding.error, forwarding.progress)
+        if lanes[-1].error is not None:
+            payload.not_forwarded = self._explain_not_forwarded(lanes[-1].error, lanes[-1].progress)
         return payload
 
     def _forwarding(self, relay: Relay, receiving: Lane[None]) -> Lane[None]:
@@ -382,10 +373,7 @@ class _Payload:
         self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
 
     def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
-        """Receive everything. Damage is recorded, not raised, so that the sender can finish.
-
-        Raises PeerGaveUp if the peer aborts, and StateError if the local state can't be written.
-        """
+        """Receive everything. Damage is recorded, not raised, so that the sender can finish."""
         window = Window(self._arrived, window_bytes, in_place_window_bytes)
         for item in self.sink.plan.sequence(digest_blocks=self.frame.digest_blocks):
             place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Message) else None

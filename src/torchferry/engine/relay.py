@@ -36,16 +36,17 @@ class Relay:
     def offer(self, message: InFlight) -> None:
         """Offer the next message. Its memory must not change. Staged memory goes back to the pool later."""
         with self._changed:
-            self._offers.append(message)
             self._staged_bytes += message.buffer.nbytes if message.staged else 0
             if self._over:
-                self._drop_offers()
+                self._release(message)
+            else:
+                self._offers.append(message)
             self._changed.notify_all()
 
     def wait_for_room(self, nbytes: int) -> Steps[None]:
         """Wait until so many more bytes may be staged: staged messages stay until they are forwarded."""
         limit = max(self.window_bytes, nbytes)
-        yield _Until(self._changed, lambda: self._over or self._staged_bytes + nbytes <= limit)
+        yield Until(self._changed, lambda: self._over or self._staged_bytes + nbytes <= limit)
 
     def abort(self, failed_rank: int) -> None:
         """Send an abort after the messages that were offered, because no more arrive here."""
@@ -58,12 +59,9 @@ class Relay:
         """Stop to forward, because the next receiver is lost. If it comes back, it gets an abort."""
         with self._changed:
             self._over = True
-            self._drop_offers()
+            while self._offers:
+                self._release(self._offers.popleft())
             self.abort(failed_rank)
-
-    def _drop_offers(self) -> None:
-        while self._offers:
-            self._release(self._offers.popleft())
 
     def _release(self, message: InFlight) -> None:
         if message.staged:
@@ -71,17 +69,14 @@ class Relay:
             self.staging.give_back(message.buffer)
 
     def steps(self) -> Steps[None]:
-        """Forward every message as it arrives, or an abort.
-
-        Raises LinkError if the next receiver can't be reached in time, and PeerGaveUp after an abort.
-        """
+        """Forward every message as it arrives; raises PeerGaveUp after an abort was sent instead."""
         window = Window(self._sent, self.window_bytes, self.window_bytes)
         for position, nbytes in enumerate(self.sizes):
             # The receiving lane may need the buffers of sent messages before it can offer another.
             while window and not self._offers and self._failed_rank is None:
                 yield from window.complete_oldest()
             self.progress.idle = True
-            yield _Until(self._changed, lambda: bool(self._offers) or self._failed_rank is not None)
+            yield Until(self._changed, lambda: bool(self._offers) or self._failed_rank is not None)
             self.progress.idle = False
             while self._offers and not window.has_room(nbytes, in_place=False):
                 yield from window.complete_oldest()
@@ -103,17 +98,11 @@ class Relay:
 
 
 @dataclass
-class _Until:
+class Until:
     """Completes when a condition holds, like a message that a lane waits for."""
 
     changed: threading.Condition
     holds: Callable[[], bool]
-    error: None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the condition holds. The simulation asks this instead of waiting."""
-        return self.holds()
 
     def wait(self, timeout_s: float) -> None:
         with self.changed:

@@ -24,7 +24,7 @@ from torchferry.core.push import (
 )
 from torchferry.core.report import Report
 from torchferry.engine.lanes import Lane, Progress, Steps
-from torchferry.engine.source import Source
+from torchferry.engine.source import NOT_HASHED, Source
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -48,10 +48,7 @@ milliseconds, but only while the sender lives."""
 
 @dataclass(frozen=True)
 class SendOptions(TransferOptions):
-    """How to send a state. With `relay`, receivers forward it to each other.
-
-    `pickle` encodes leaves that torchferry can't.
-    """
+    """How to send a state. With `relay`, receivers forward it; `pickle` encodes what torchferry can't."""
 
     relay: bool = False
     pickle: Callable[[object], bytes] | None = None
@@ -76,7 +73,7 @@ def send_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    return _Send(link, peers, options, workspace).run(state)
+    return _Send(link, peers, options, workspace or Workspace(link.device)).run(state)
 
 
 class _Send(Transfer[SendOptions]):
@@ -85,9 +82,7 @@ class _Send(Transfer[SendOptions]):
     _source: Source
     _frame: Frame
 
-    def __init__(
-        self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace | None
-    ) -> None:
+    def __init__(self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace) -> None:
         super().__init__("send", link, options, workspace)
         self._peers = peers
         self._transfer = link.new_transfer()
@@ -172,7 +167,7 @@ class _Send(Transfer[SendOptions]):
             self._options.step,
             self._transfer.serial,
             self._transfer.nonce,
-            digests=source.known_digests() if verify and not digest_blocks else None,
+            digests=tuple(source.digests) if verify and not digest_blocks else None,
             digest_blocks=digest_blocks,
             pack_bytes=plan.pack_bytes,
             origin=self._transfer.origin,
@@ -223,10 +218,7 @@ class _Send(Transfer[SendOptions]):
         return Lane(progress, self._steps(progress, window, data, has_payload=has_payload))
 
     def _steps(self, progress: Progress, window: Window, data: bytes, *, has_payload: bool) -> Steps[None]:
-        """Send the frame, and the payload if the peer gets it from this process.
-
-        Raises LinkError if the link fails, and StateError if memory of the state was freed.
-        """
+        """Send the frame, and the payload if the peer gets it from this process."""
         machine = self._machines[progress.peer]
         machine.advance(SenderState.SENDING)
         buffer = to_buffer(data, self._link.device)
@@ -272,11 +264,11 @@ class _Send(Transfer[SendOptions]):
             yield from window.make_room(item.nbytes, in_place=in_place)
             progress.raise_if_cancelled()
             return InFlight(source.read(item), item, in_place)
-        while window and (item.last or None in source.digests[item.first : item.end]):
+        while window and (item.last or NOT_HASHED in source.digests[item.first : item.end]):
             yield from window.complete_oldest()
         progress.raise_if_cancelled()
         changed = item.last and source.find_changes()
-        digests = source.known_digests(item.first, item.end)
+        digests = source.digests[item.first : item.end]
         block = encode_block(item, digests, self._frame.nonce, changed=changed)
         return InFlight(to_buffer(block, self._link.device), item)
 

@@ -225,11 +225,7 @@ class Target:
 def target_in_new_memory(
     incoming: EncodedManifest, plan: Plan, context: RebuildContext, workspace: Workspace
 ) -> Target:
-    """Allocate fresh memory for an incoming state.
-
-    Raises StateMismatch if it has a shard of another position than this rank's, PeerError if this process
-    can't build it, and StateError if there is not enough memory.
-    """
+    """Allocate fresh memory for an incoming state; raises StateMismatch if it has a shard of another rank."""
     prepared = workspace.prepare(incoming, context)
     manifest = incoming.manifest
     _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
@@ -250,11 +246,7 @@ def target_in_place(
     strict: bool,
     extra: Extra,
 ) -> Target:
-    """Compare an incoming state with the local one, and place every chunk.
-
-    Raises StateMismatch if they do not fit, PeerError if this process can't build the incoming state, and
-    StateError if there is not enough memory for what has no local tensor.
-    """
+    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit."""
     manifest = incoming.manifest
     if extra != "drop":
         prepared = workspace.prepare(incoming, context)

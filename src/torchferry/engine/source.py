@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -16,20 +17,18 @@ from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import check_held, gather, peek, run_of
 
+NOT_HASHED = -1
 
-def digest_pieces(buffer: torch.Tensor, sizes: Iterable[int]) -> list[int]:
+
+def digest_pieces(buffer: torch.Tensor, sizes: Sequence[int]) -> list[int]:
     """Return the XXH3 digests of consecutive pieces of a flat buffer; raises StateError if it was freed.
 
     xxhash releases the GIL while it hashes.
     """
     host = buffer.cpu()
     view = _view(host)
-    digests: list[int] = []
-    start = 0
-    for size in sizes:
-        digests.append(xxh3_64_intdigest(view[start : start + size]))
-        start += size
-    return digests
+    ends = accumulate(sizes)
+    return [xxh3_64_intdigest(view[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
@@ -48,7 +47,7 @@ def _view(host: torch.Tensor) -> memoryview:
 class Source:
     """Reads the chunks of a described state.
 
-    `digests` has the digest of each chunk that was hashed. Several lanes may read at the same time. Reading
+    `digests` has the digest of each chunk, or NOT_HASHED. Several lanes may read at the same time. Reading
     and hashing raise StateError if memory of the state was freed.
     """
 
@@ -58,7 +57,7 @@ class Source:
     can_access: Callable[[torch.device], bool]
 
     def __post_init__(self) -> None:
-        self.digests: list[int | None] = [None] * len(self.plan.chunks)
+        self.digests = [NOT_HASHED] * len(self.plan.chunks)
         self._pinned = not self.description.is_all_cpu
         self._samples: list[list[int]] = []
         self._changed: set[int] = set()
@@ -87,7 +86,7 @@ class Source:
 
     def hash(self, message: Message, buffer: torch.Tensor) -> None:
         """Hash the chunks of a message, unless that was done."""
-        if self.digests[message.first] is None:
+        if self.digests[message.first] == NOT_HASHED:
             sizes = [chunk.nbytes for chunk in self.plan.chunks_of(message)]
             self.digests[message.first : message.end] = digest_pieces(buffer, sizes)
 
@@ -100,12 +99,6 @@ class Source:
         buffer = self.read(message)
         digests = digest_pieces(buffer, [chunk.nbytes for chunk in self.plan.chunks_of(message)])
         self.done_with(message, buffer)
-        return digests
-
-    def known_digests(self, first: int = 0, end: int | None = None) -> tuple[int, ...]:
-        """Return the digests of chunks that were all hashed."""
-        digests = tuple(digest for digest in self.digests[first:end] if digest is not None)
-        assert len(digests) == len(self.digests[first:end]), "digests are sent when all chunks are hashed"
         return digests
 
     def take_samples(self) -> None:
@@ -144,7 +137,7 @@ class Source:
     def _differing(self, message: Message) -> set[int]:
         """Return the chunks of a message whose bytes, read again, have another digest than before."""
         before = self.digests[message.first : message.end]
-        if None in before:
+        if NOT_HASHED in before:
             return set()
         try:
             now = self._read_and_hash(message)

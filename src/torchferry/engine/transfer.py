@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How to send or receive a state.
-
-    `question` is added to a timeout if the peer was never heard of, with its rank in {peer}.
-    """
+    """How to transfer a state. `question`, about {peer}, is added to a timeout if the peer never answered."""
 
     timeout_s: float
     max_metadata_bytes: int
@@ -48,11 +45,11 @@ OptionsT = TypeVar("OptionsT", bound=TransferOptions)
 class Transfer(Generic[OptionsT]):
     """One transfer, with its deadline. It times its phases in real time."""
 
-    def __init__(self, name: str, link: Link, options: OptionsT, workspace: Workspace | None) -> None:
+    def __init__(self, name: str, link: Link, options: OptionsT, workspace: Workspace) -> None:
         self._name = name
         self._link = link
         self._options = options
-        self._workspace = workspace or Workspace(link.device)
+        self._workspace = workspace
         self._runner = options.runner()
         self._deadline_s = self._runner.now_s() + options.timeout_s
         self._content: tuple[Manifest, Plan] | None = None

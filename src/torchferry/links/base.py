@@ -129,10 +129,7 @@ class Link:
 
     @contextmanager
     def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator[Channel]:
-        """Hold the channel of the frames to or from a peer: a length and a frame for each transfer.
-
-        Raises LinkTimeout if another transfer holds the channel for `timeout_s`.
-        """
+        """Hold the channel of lengths and frames; raises LinkTimeout if another transfer holds it."""
         with self._shared.lock:
             lock = self._shared.frame_locks.setdefault((way, peer), threading.Lock())
         if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):

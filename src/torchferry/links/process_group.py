@@ -82,15 +82,12 @@ class ProcessGroupLink(Link):
 
 @dataclass
 class Work:
-    """A message of a process group. It keeps the buffer alive, which gloo does not.
-
-    `expected` says what the peer has to do for it to complete.
-    """
+    """A message of a process group. It keeps the buffer alive, which gloo does not."""
 
     work: Any
     peer: int
     buffer: torch.Tensor
-    expected: str
+    expected: str  # what the peer has to do for it to complete
 
     def wait(self, timeout_s: float) -> None:
         timeout = timedelta(seconds=min(max(timeout_s, _MIN_WAIT_S), _MAX_WAIT_S))
@@ -150,15 +147,13 @@ def _shared_state(group: Any, device: torch.device) -> SharedState:
         return SharedState(lasting=lasting)
 
 
-_MAX_WRAPPERS = 16
-
-
 def innermost(group: Any) -> Any:
     """Return the group behind wrappers such as torchft's.
 
     A wrapper is a ProcessGroup subclass outside torch with another ProcessGroup as its `parent` or `_pg`.
     """
-    for _ in range(_MAX_WRAPPERS):
+    # A wrapper may wrap itself.
+    for _ in range(16):
         if not isinstance(group, dist.ProcessGroup) or _is_from_torch(group):
             break
         try:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchferry.engine.lanes import Lane, Runner, deadline_passed
+from torchferry.engine.relay import Until
 from torchferry.errors import FerryError, LinkBroken
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Link
 from torchferry.testing.simulation.world import Process, World
@@ -219,7 +220,7 @@ class SimulatedRunner(Runner):
         super().__init__()
         self._world = world
         self._process = process
-        self._pending: dict[int, tuple[Lane[Any], Any, float]] = {}
+        self._pending: dict[int, tuple[Lane[Any], Op | Until, float]] = {}
 
     def now_s(self) -> float:
         """Return the simulated time."""
@@ -249,19 +250,24 @@ class SimulatedRunner(Runner):
             self._continue(lane, op, deadline_s)
         return {number: op for number, (_, op, _) in self._pending.items()} != before
 
-    def _continue(self, lane: Lane[Any], op: Any, deadline_s: float) -> None:
+    def _continue(self, lane: Lane[Any], pending: Op | Until, deadline_s: float) -> None:
         # A cancelled lane continues too, as its thread would: it sends an abort and ends.
-        if op.over:
-            self._advance(lane, deadline_s, op.error)
+        if isinstance(pending, Until):
+            is_over, failure = pending.holds(), None
+        else:
+            is_over, failure = pending.over, pending.error
+        if is_over:
+            self._advance(lane, deadline_s, failure)
         elif self._world.now_s >= deadline_s:
             self._advance(lane, deadline_s, deadline_passed(lane.progress.peer))
 
     def _advance(self, lane: Lane[Any], deadline_s: float, failure: FerryError | None = None) -> None:
-        op: Any = lane.step(failure)
-        if op is None:
+        pending = lane.step(failure)
+        if pending is None:
             self._pending.pop(id(lane), None)
             return
-        self._pending[id(lane)] = (lane, op, deadline_s)
+        assert isinstance(pending, (Op, Until)), "a simulated lane waits for the simulated network"
+        self._pending[id(lane)] = (lane, pending, deadline_s)
         lane.progress.waiting_since_s = self._world.now_s
-        if op.over:
-            self._continue(lane, op, deadline_s)
+        if pending.holds() if isinstance(pending, Until) else pending.over:
+            self._continue(lane, pending, deadline_s)
