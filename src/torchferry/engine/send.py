@@ -42,8 +42,7 @@ from torchferry.links.base import Channel, Link, Pending, to_buffer
 from torchferry.tensors.describe import describe
 
 _REFUSAL_S = 0.2
-"""How long a sender sleeps after it posted its refusals. A waiting receiver gets its refusal within
-milliseconds, but only while the sender lives."""
+"""How long a sender sleeps after it posted its refusals: they arrive only while the sender lives."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class Sink:
             placements = [Placement(others, placements[0].itemwise)]
         elif any(placement.direct or placement.itemwise for placement in placements):
             self.mark(message.first, message.end, ChunkState.WRITTEN)
+        else:
+            return
         start = 0
         for has_one_place, group in groupby(zip(chunks, placements, strict=True), key=_has_one_place):
             pairs = list(group)
