@@ -17,7 +17,7 @@ from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
 from torchferry.core.plan import Message, Plan, make_plan
 from torchferry.engine.receive import plan_incoming
-from torchferry.engine.target import target_in_new_memory, target_in_place
+from torchferry.engine.sink import target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Workspace
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.kinds import RebuildContext

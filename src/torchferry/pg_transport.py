@@ -172,7 +172,6 @@ class PGTransport:
             self._timeout_s,
             self._max_metadata_bytes,
             step=_check_step(step),
-            rank=rank_in(self._pg),
             members=None if size is None else range(size),
             local_state=self._state_dict,
             strict=self._strict,

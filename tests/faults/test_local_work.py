@@ -34,7 +34,7 @@ def state_of(fill: int, count: int) -> dict[str, torch.Tensor]:
 
 def delay_the_first_digest(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
     """Block the digest of the first message until the sender is gone, and then for BUSY_S."""
-    original = sink.digests  # type: ignore[attr-defined]
+    original = sink.digest_pieces  # type: ignore[attr-defined]
     link = ProcessGroupLink(group, torch.device("cpu"))
     started = threading.Event()
 
@@ -49,7 +49,7 @@ def delay_the_first_digest(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
                 time.sleep(BUSY_S)
         return original(*args)
 
-    monkeypatch.setattr(sink, "digests", slow)
+    monkeypatch.setattr(sink, "digest_pieces", slow)
 
 
 def send_and_leave_or_receive_slowly(rank: int, name: str, count: int, in_place: bool) -> bool:

@@ -20,7 +20,7 @@ def run_seeds(first: int, seeds: int) -> Counter[str]:
     """Simulate consecutive seeds, and count how the simulated processes end.
 
     Raises:
-        Broken: a check failed. The message has the seed.
+        CheckFailed: a check failed. The message has the seed.
     """
     endings: Counter[str] = Counter()
     for seed in range(first, first + seeds):

@@ -17,11 +17,11 @@ import pytest
 from tests.simulation.run_seeds import pin_to_core, run_seeds
 from tests.support.sizes import count
 from torchferry.core import codec, push, watch
-from torchferry.core.outcome import ChunkState
-from torchferry.engine import lanes, receive, relay, send
+from torchferry.core.outcome import ChunkState, Outcome
+from torchferry.engine import lanes, receive, relay, send, transfer
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
-from torchferry.testing.simulation import Broken, simulate
+from torchferry.testing.simulation import CheckFailed, simulate
 
 SEEDS = count("SEEDS", full=2000, quick=300)
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def simulate_on_all_cores(first: int, seeds: int) -> Counter[str]:
     """Simulate seeds in as many processes as there are cores.
 
     Raises:
-        Broken: a check failed. The message has the seed.
+        CheckFailed: a check failed. The message has the seed.
     """
     share = -(-seeds // len(cores()))
     processes = []
@@ -55,7 +55,7 @@ def simulate_on_all_cores(first: int, seeds: int) -> Counter[str]:
     outputs = [process.communicate() for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
-            raise Broken(errors)
+            raise CheckFailed(errors)
     return sum((Counter(json.loads(output)) for output, _ in outputs), Counter())
 
 
@@ -97,7 +97,7 @@ def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_last_messages_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes.Window, "__len__", lambda self: 0)
+    monkeypatch.setattr(transfer.Window, "__len__", lambda self: 0)
 
 
 def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,7 @@ def a_deadline_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         return watch.next_action(limits, now_s, waiting_since_s=waiting_since_s, **known)
 
     monkeypatch.setattr(lanes, "next_action", per_wait)
-    monkeypatch.setattr(send, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
-    monkeypatch.setattr(receive, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
+    monkeypatch.setattr(transfer, "Limits", lambda deadline_s, stall_s: watch.Limits(1e9, stall_s))
 
 
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +115,24 @@ def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torn_state_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive._Receive, "_with_outcome", lambda self, error, sink: error)
+    monkeypatch.setattr(Sink, "outcome", lambda self: Outcome((), (), ()))
+
+
+def mark_written_as(other: ChunkState, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Sink.mark
+
+    def mark(self: Sink, first: int, end: int, state: ChunkState) -> None:
+        original(self, first, end, other if state is ChunkState.WRITTEN else state)
+
+    monkeypatch.setattr(Sink, "mark", mark)
 
 
 def written_chunks_count_as_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sink, "mark_written", lambda self, message: None)
+    mark_written_as(ChunkState.UNTOUCHED, monkeypatch)
 
 
 def unverified_chunks_count_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mark(self: Sink, message: Any) -> None:
-        self._mark(message, ChunkState.WHOLE)
-
-    monkeypatch.setattr(Sink, "mark_written", mark)
+    mark_written_as(ChunkState.WHOLE, monkeypatch)
 
 
 def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +140,7 @@ def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes.Window, "has_room", lambda self, nbytes, **_: True)
+    monkeypatch.setattr(transfer.Window, "has_room", lambda self, nbytes, **_: True)
 
 
 def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +153,12 @@ def one_failure_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_lanes(link: Any, all_lanes: Any, limits: Any, runner: Any) -> None:
         for lane in all_lanes:
-            lane.link = link
+            lane.link = link if link.rank == 0 else None
         lanes.run_lanes(link, all_lanes, limits, runner)
 
     monkeypatch.setattr(lanes.Lane, "link", None, raising=False)
     monkeypatch.setattr(lanes.Lane, "settle", settle)
-    monkeypatch.setattr(send, "run_lanes", run_lanes)
+    monkeypatch.setattr(transfer, "run_lanes", run_lanes)
 
 
 def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +171,16 @@ def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None
 def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     original = relay.Relay.offer
 
-    def offer(self: relay.Relay, buffer: Any, *, staged: bool) -> None:
+    def offer(self: relay.Relay, message: Any) -> None:
         if self._over:
             raise LinkBroken("the next receiver is gone", peer=self.progress.peer)
-        original(self, buffer, staged=staged)
+        original(self, message)
 
     monkeypatch.setattr(relay.Relay, "offer", offer)
 
 
 def a_relay_keeps_staged_memory_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EmptyWindow(lanes.Window[Any]):
+    class EmptyWindow(transfer.Window):
         """A window that reports no messages, so that the relay does not wait for any."""
 
         def __len__(self) -> int:
@@ -248,5 +253,5 @@ def test_the_simulation_detects_a_mutation(
     mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    with pytest.raises(Broken, match="seed"):
+    with pytest.raises(CheckFailed, match="seed"):
         run_seeds(FIRST_SEED_OF.get(mutation.__name__, 0), 4000)

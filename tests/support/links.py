@@ -8,7 +8,7 @@ import torch
 
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
-from torchferry.testing.memory_link import Receipt
+from torchferry.testing.memory_link import PendingReceive
 
 
 class ShortLink(MemoryLink):
@@ -19,10 +19,10 @@ class ShortLink(MemoryLink):
         self.sends_short = sends_short
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return _ShortReceipt(self._network, (peer, self.rank, tag), buffer)
+        return _ShortReceive(self._network, (peer, self.rank, tag), buffer)
 
 
-class _ShortReceipt(Receipt):
+class _ShortReceive(PendingReceive):
     def wait(self, timeout_s: float) -> None:
         message = self._network.get(self._address, timeout_s)
         self._buffer.view(torch.uint8)[: message.nbytes] = message.view(torch.uint8)

@@ -1,7 +1,6 @@
 """The push engine: sends a described state over a link, and receives one.
 
-The engine is the one place where core, tensors and links meet. Deadlines, windows and staging are decided
-here.
+The engine is the one place where core, tensors and links meet. It has the deadlines, windows and staging.
 """
 
 from torchferry.engine.receive import ReceiveOptions, receive_state

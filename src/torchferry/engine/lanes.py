@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torchferry.core.watch import Action, Limits, next_action
-from torchferry.engine.progress import Cancellation, Progress
-from torchferry.errors import FerryError, LinkBroken, LinkError, LinkStalled, LinkTimeout
+from torchferry.errors import LinkBroken, LinkError, LinkStalled, LinkTimeout
 from torchferry.links.base import Link, Pending
 
 T = TypeVar("T")
@@ -29,60 +26,33 @@ Steps: TypeAlias = Generator[Pending, None, T]
 """Work that yields every message it waits for, and is resumed when that message completed or failed."""
 
 
-class _Entry(NamedTuple, Generic[T]):
-    pending: Pending
-    nbytes: int
-    in_place: bool
-    item: T
+@dataclass
+class Progress:
+    """Progress with one peer. The lane that moves bytes writes it, the caller that watches the lane reads it.
 
-
-@dataclass(eq=False)
-class Window(Generic[T]):
-    """A queue of messages in flight, each with an item that says what to do when it completes.
-
-    Messages that are sent from or received into the tensors themselves take no extra memory, so up to
-    `max_in_place_bytes` may be in flight, and of all others `max_bytes`.
+    `contacted` is False until a message to or from the peer has completed. `waiting_since_s` is None while
+    the lane works by itself. `idle` means that the lane waits for another lane, not for the peer. The caller
+    sets `cancelled`; a cancelled lane writes nothing more.
     """
 
-    max_bytes: int
-    max_in_place_bytes: int = 0
-    _entries: deque[_Entry[T]] = field(default_factory=deque)
-    _staged_bytes: int = 0
-    _in_place_bytes: int = 0
+    peer: int
+    bytes_due: int = 0
+    bytes_done: int = 0
+    messages_done: int = 0
+    contacted: bool = True
+    idle: bool = False
+    waiting_since_s: float | None = None
+    cancelled: bool = False
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def add(self, nbytes: int) -> None:
+        """Count one completed message."""
+        self.bytes_done += nbytes
+        self.messages_done += 1
 
-    def has_room(self, nbytes: int, *, in_place: bool = False) -> bool:
-        """Return whether so many more bytes may be in flight. An empty window takes any message."""
-        if not self._entries:
-            return True
-        if in_place:
-            return self._in_place_bytes + self._staged_bytes + nbytes <= self.max_in_place_bytes
-        return self._staged_bytes + nbytes <= self.max_bytes
-
-    def add(self, pending: Pending, nbytes: int, item: T, *, in_place: bool = False) -> None:
-        """Add a message that was just started."""
-        self._entries.append(_Entry(pending, nbytes, in_place, item))
-        if in_place:
-            self._in_place_bytes += nbytes
-        else:
-            self._staged_bytes += nbytes
-
-    def pop(self) -> Steps[T]:
-        """Wait for the oldest message and return its item.
-
-        Raises:
-            LinkError: the message failed.
-        """
-        entry = self._entries[0]
-        yield entry.pending
-        self._entries.popleft()
-        if entry.in_place:
-            self._in_place_bytes -= entry.nbytes
-        else:
-            self._staged_bytes -= entry.nbytes
-        return entry.item
+    def raise_if_cancelled(self) -> None:
+        """Stop a cancelled lane. Its caller has an error already and never sees this one."""
+        if self.cancelled:
+            raise LinkTimeout("the transfer was cancelled")
 
 
 _STOP_S = 0.25
@@ -94,11 +64,10 @@ class Lane(Generic[T]):
     """Work with one peer. When it is `over`, it has either an `error` or a `value`.
 
     `on_failure` is called with the error. `ends_s` is an earlier deadline for this lane alone. `lost` is the
-    link's error about a dead peer, found at `lost_s`. The runner holds `at_work` unless the lane waits.
+    link's error about a dead peer, found at `lost_s`. `at_work` is held unless the lane waits.
     """
 
     progress: Progress
-    cancellation: Cancellation
     steps: Steps[T]
     on_failure: Callable[[BaseException], None] = lambda error: None
     over: bool = False
@@ -111,6 +80,17 @@ class Lane(Generic[T]):
     at_work: threading.Lock = field(default_factory=threading.Lock)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def step(self, failure: BaseException | None = None) -> Pending | None:
+        """Work until the next wait and return what is waited for; at the end, settle and return None."""
+        try:
+            with self.at_work:
+                return next(self.steps) if failure is None else self.steps.throw(failure)
+        except StopIteration as stop:
+            self.settle(stop.value, None)
+        except BaseException as error:
+            self.settle(None, error)
+        return None
+
     def settle(self, value: T | None, error: BaseException | None) -> None:
         """End the lane. Only the first call counts."""
         with self._lock:
@@ -121,45 +101,84 @@ class Lane(Generic[T]):
             self.on_failure(error)
 
     def result(self) -> T:
-        """Return the value of a lane that is over.
-
-        Raises:
-            BaseException: the lane's error.
-        """
+        """Return the value of a lane that is over, or raise its error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
 
 
-class Runner(Protocol):
-    """Runs lanes: `threads.ThreadRunner` with the real clock, the simulation with a clock of its own."""
+_JOIN_S = 0.5
+"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
+
+
+class Runner:
+    """Runs the lanes of one transfer, each in a thread. The simulation has one with a clock of its own."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     def now_s(self) -> float:
         """Return the time."""
+        return time.monotonic()
 
-    def start(self, lane: Lane[Any], limits: Limits) -> None:
-        """Start to run a lane; settle it when it ends."""
+    def start(self, lane: Lane[Any], deadline_s: float) -> None:
+        """Start to run a lane; it is settled when it ends."""
+        name = f"torchferry-lane-{lane.progress.peer}"
+        thread = threading.Thread(target=self._run, args=(lane, deadline_s), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Return when one of the lanes is over, or at the given time."""
+        if any(lane.over for lane in lanes):
+            return
+        left_s = max(until_s - time.monotonic(), 0.0)
+        with suppress(Empty):
+            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
 
-    def end(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Wait a moment for cancelled lanes to end."""
+    def end(self) -> None:
+        """Wait a moment for cancelled lanes to end, but not for one that is stuck."""
+        ends_s = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+
+    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
+        pending = lane.step()
+        while pending is not None:
+            lane.progress.waiting_since_s = time.monotonic()
+            failure = _wait(pending, deadline_s, lane.progress.peer)
+            lane.progress.waiting_since_s = None
+            pending = lane.step(failure)
+        self._ended.put(None)
+
+
+def _wait(pending: Pending, deadline_s: float, peer: int) -> BaseException | None:
+    """Wait for a message until the deadline, and return why it failed."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        return deadline_passed(peer)
+    try:
+        pending.wait(left_s)
+    except BaseException as error:
+        # When the wait of one lane times out, gloo closes the connections of all lanes.
+        is_late = isinstance(error, LinkBroken) and time.monotonic() >= deadline_s
+        return deadline_passed(peer) if is_late else error
+    return None
 
 
 def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Runner) -> None:
     """Run lanes side by side until each is over. Errors stay in the lanes.
 
-    Raises:
-        BaseException: an exception that interrupts the caller, such as KeyboardInterrupt. The link is closed
-            first, so that peers notice and waits end.
+    Only an exception that interrupts the caller, such as KeyboardInterrupt, is raised. The link is closed
+    first, so that peers notice and waits end.
     """
     try:
         for lane in lanes:
-            runner.start(lane, limits)
+            runner.start(lane, limits.deadline_s)
         while running := [lane for lane in lanes if not lane.over]:
             next_s = min(_watch(lane, link, limits, runner.now_s()) for lane in running)
-            _await_stop([lane for lane in running if lane.cancellation.is_set])
+            _await_stop([lane for lane in running if lane.progress.cancelled])
             if not any(lane.over for lane in running):
                 runner.sleep(running, next_s)
     except BaseException as interrupt:
@@ -169,9 +188,9 @@ def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Ru
         for lane in lanes:
             link.close(lane.progress.peer)
         for lane in lanes:
-            lane.cancellation.set()
+            lane.progress.cancelled = True
         _await_stop(lanes)
-        runner.end(lanes)
+        runner.end()
         raise
 
 
@@ -209,7 +228,7 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
     elif action is Action.GIVE_UP_LATE:
         error = deadline_passed(progress.peer)
     if error is not None:
-        lane.cancellation.set()
+        progress.cancelled = True
         lane.settle(None, error)
     return again_s
 
@@ -217,90 +236,3 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
 def deadline_passed(peer: int) -> LinkTimeout:
     """Return the error for a deadline that passed."""
     return LinkTimeout("the transfer did not finish within its timeout", peer=peer)
-
-
-_JOIN_S = 0.5
-"""How long an interrupted caller waits for threads: Ctrl-C is to end a transfer within a second."""
-
-
-class ThreadRunner:
-    """Runs the lanes of one transfer, each in a thread."""
-
-    def __init__(self) -> None:
-        self._ended: SimpleQueue[None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def now_s(self) -> float:
-        """Return the time."""
-        return time.monotonic()
-
-    def start(self, lane: Lane[Any], limits: Limits) -> None:
-        """Run a lane in a new thread."""
-        thread = threading.Thread(
-            target=self._run,
-            args=(lane, limits.deadline_s),
-            name=f"torchferry-lane-{lane.progress.peer}",
-            daemon=True,
-        )
-        self._threads.append(thread)
-        thread.start()
-
-    def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
-        """Sleep until a lane is over, or until the given time."""
-        if any(lane.over for lane in lanes):
-            return
-        left_s = max(until_s - time.monotonic(), 0.0)
-        with suppress(Empty):
-            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
-
-    def end(self, lanes: Sequence[Lane[Any]]) -> None:
-        """Wait for the threads, but not for one that is stuck."""
-        ends_s = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(ends_s - time.monotonic(), 0.0))
-
-    def _run(self, lane: Lane[Any], deadline_s: float) -> None:
-        value: object = None
-        error: BaseException | None = None
-        try:
-            value = _run_steps(lane, deadline_s)
-        except BaseException as raised:
-            error = raised
-        lane.settle(value, error)
-        self._ended.put(None)
-
-
-def _run_steps(lane: Lane[T], deadline_s: float) -> T:
-    """Run a lane, and wait for each message that it yields until the deadline.
-
-    Raises:
-        FerryError: as the lane does.
-    """
-    step: Callable[[], Pending] = partial(next, lane.steps)
-    while True:
-        with lane.at_work:
-            try:
-                pending = step()
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
-        try:
-            lane.progress.waiting_since_s = time.monotonic()
-            _wait(pending, deadline_s, lane.progress.peer)
-            step = partial(next, lane.steps)
-        except FerryError as error:
-            step = partial(lane.steps.throw, error)
-        finally:
-            lane.progress.waiting_since_s = None
-
-
-def _wait(pending: Pending, deadline_s: float, peer: int) -> None:
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise deadline_passed(peer)
-    try:
-        pending.wait(left_s)
-    except LinkBroken as error:
-        # When the wait of one lane times out, gloo closes the connections of all lanes.
-        if time.monotonic() >= deadline_s:
-            raise deadline_passed(peer) from error
-        raise

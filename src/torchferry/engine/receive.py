@@ -16,25 +16,25 @@ import torch
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
 from torchferry.core.extents import TooIrregular
-from torchferry.core.manifest import Manifest
-from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
+from torchferry.core.outcome import ChunkState
+from torchferry.core.plan import Message, Plan, TooManyMessages
 from torchferry.core.push import (
+    ABORT_BYTES,
     RECEIVER,
+    DigestBlock,
     Machine,
     ReceiverState,
     Route,
     check_length,
+    decode_block,
 )
 from torchferry.core.report import Report
-from torchferry.core.watch import Limits
-from torchferry.engine.digest import first_bytes
-from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
-from torchferry.engine.payload import PayloadReceiver
-from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
+from torchferry.engine.lanes import Lane, Progress, Steps
 from torchferry.engine.relay import Relay
-from torchferry.engine.sink import Sink
-from torchferry.engine.target import Target, target_in_new_memory, target_in_place
-from torchferry.engine.workspace import Workspace
+from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.source import first_bytes
+from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
+from torchferry.engine.workspace import Staging, Workspace
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -61,31 +61,20 @@ def _refuse_pickle(frame: bytes) -> Frame:
 
 
 @dataclass(frozen=True)
-class ReceiveOptions:
+class ReceiveOptions(TransferOptions):
     """How to receive a state.
 
     `members` are the ranks of the group, if known. `local_state` returns the state that is written in place.
     `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
-    `decode_other` decodes metadata in another encoding. `question` is added to a timeout if the peer was
-    never heard of, with its rank in {peer}.
+    `decode_other` decodes metadata in another encoding.
     """
 
-    timeout_s: float
-    max_metadata_bytes: int
-    step: int | None = None
-    rank: int | None = None
     members: range | None = None
     local_state: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
     context: RebuildContext = field(default_factory=RebuildContext)
     decode_other: Callable[[bytes], Frame] = _refuse_pickle
-    window_bytes: int = WINDOW_BYTES
-    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
-    stall_s: float | None = None
-    verify: bool = True
-    question: str = ""
-    runner: Callable[[], Runner] = ThreadRunner
 
 
 def receive_state(
@@ -101,25 +90,11 @@ def receive_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    receive = _Receive(link, peer, options, workspace or Workspace(link.device))
-    try:
-        return receive.run()
-    except BaseException as error:
-        explained = receive.explain(error)
-        if receive.messages_pending:
-            link.mark_broken(explained)
-            link.close(peer)
-        if explained is error:
-            raise
-        raise explained from explained.__cause__
+    return _Receive(link, peer, options, workspace or Workspace(link.device)).run()
 
 
 def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) -> Plan:
-    """Plan the transfer of an incoming state. The sender has the same plan.
-
-    Raises:
-        BadManifest: the state can't be planned, or the frame has another number of digests.
-    """
+    """Plan the transfer of an incoming state as the sender did; raises BadManifest if that is impossible."""
     try:
         plan = workspace.plan(encoded, frame.chunk_bytes, frame.pack_bytes)
     except TooIrregular as error:
@@ -131,36 +106,43 @@ def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) 
     return plan
 
 
-class _Receive:
+class _Receive(Transfer[ReceiveOptions]):
     """One receive, from the description of the local state to the report."""
 
     def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace) -> None:
-        self._link = link
+        super().__init__("receive", link, options, workspace)
         self._peer = peer
-        self._options = options
-        self._workspace = workspace
-        self._runner = options.runner()
-        self._phases = Phases("receive", options.timeout_s, self._runner.now_s)
         self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
-        self._phases.enter(ReceiverState.DESCRIBING.phase)
+        self._enter_phase(ReceiverState.DESCRIBING.phase)
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
-        self._content: tuple[Manifest, Plan] | None = None
         self._sink: Sink | None = None
-
-    @property
-    def messages_pending(self) -> bool:
-        """Whether messages of this transfer may still arrive."""
-        return self._machine.state.messages_pending
 
     def _enter(self, state: ReceiverState) -> None:
         self._machine.advance(state)
-        self._phases.enter(state.phase or self._phases.current)
+        self._enter_phase(state.phase or self._phase)
 
     def run(self) -> tuple[object, Report]:
+        try:
+            return self._run()
+        except BaseException as error:
+            explained = self._explain(error)
+            if self._machine.state.messages_pending:
+                self._link.mark_broken(explained)
+                self._link.close(self._peer)
+            if explained is error:
+                raise
+            raise explained from explained.__cause__
+
+    def _run(self) -> tuple[object, Report]:
+        # Meanwhile the sender describes its own.
         local = self._describe_local()
         data = self._receive_frame()
-        frame, encoded = self._decode(data)
+        if is_frame(data):
+            frame, encoded = self._workspace.decode(data)
+        else:
+            frame = self._options.decode_other(data)
+            encoded = self._workspace.encode(frame.manifest)
         plan = plan_incoming(frame, encoded, self._workspace)
         self._route = self._check_route(frame)
         self._content = frame.manifest, plan
@@ -173,49 +155,55 @@ class _Receive:
         self._sink = target.sink
         self._enter(ReceiverState.RECEIVING)
         try:
-            not_forwarded = self._receive_payload(frame, plan, target.sink, verify=self._options.verify)
+            payload = self._receive_payload(frame, target.sink, verify=self._options.verify)
             self._enter(ReceiverState.CHECKING)
         finally:
             target.sink.increment_versions()
-        self._raise_if_damaged(target.sink)
+        payload.raise_if_damaged(self._peer)
         self._enter(ReceiverState.ASSEMBLING)
         # If this fails, it is not known which tensors are complete.
         target.sink.unmark_whole()
         state = target.assemble()
         self._enter(ReceiverState.DONE)
-        return state, self._report(data, frame, plan, target, not_forwarded)
+        _warn_of_gaps(self._peer, target)
+        return state, Report(
+            (self._peer,),
+            plan.payload_bytes,
+            len(data),
+            len(plan.messages),
+            self._finish_phase(),
+            forwarded_to=self._route.next,
+            not_forwarded=payload.not_forwarded,
+            forwarded_by=None if self._route.source == self._peer else self._route.source,
+            step=frame.step,
+            dropped=target.dropped,
+            fresh=target.fresh,
+            kept=target.kept,
+        )
 
     def _describe_local(self) -> Description | Exception | None:
-        """Describe the local state while the sender describes its own; None if tensors are to be fresh.
-
-        An error is raised later, when the sender's messages can be drained.
-        """
+        """Describe the local state, if there is one. An error is raised when messages can be drained."""
         if self._options.local_state is None:
             return None
         try:
-            local = describe_target(self._options.local_state())
-            return self._workspace.with_known_manifest(local)
+            return self._workspace.with_known_manifest(describe_target(self._options.local_state()))
         except Exception as error:
             return error
 
     def _receive_frame(self) -> bytes:
         """Receive a frame. A refusal of another step than the requested one is skipped."""
-        peer = self._peer
+        wanted, peer = self._options.step, self._peer
         while True:
             self._enter(ReceiverState.WAITING)
-            with self._link.frames(peer, "receive", self._phases.left_s()) as frames:
-                self._progress = Progress(peer, contacted=False)
-                # stall_timeout does not apply before the first message of the sender.
-                length = int(self._receive(frames, 1, torch.int64, stall_s=None).item())
-                self._progress = Progress(peer)
-                self._enter(ReceiverState.FRAME)
-                check_length(length, self._options.max_metadata_bytes)
-                buffer = self._receive(frames, length, torch.uint8, stall_s=self._options.stall_s)
-            data = first_bytes(buffer, length)
+            self._progress = Progress(peer, contacted=False)
+            with self._link.frames(peer, "receive", self._left_s()) as frames:
+                lane = Lane(self._progress, self._frame_steps(frames))
+                self._run_lanes([lane])
+            data = lane.result()
             refusal = decode_refusal(data)
             if refusal is None:
                 return data
-            if None in (self._options.step, refusal.step) or self._options.step == refusal.step:
+            if wanted is None or refusal.step in (None, wanted):
                 self._enter(ReceiverState.REJECTED)
                 raise PeerGaveUp(
                     f"rank {peer} refused to send its state; nothing was received: {refusal.reason}",
@@ -223,37 +211,29 @@ class _Receive:
                     peer=peer,
                 )
 
-    def _receive(
-        self, frames: Channel, count: int, dtype: torch.dtype, stall_s: float | None
-    ) -> torch.Tensor:
-        def steps() -> Steps[torch.Tensor]:
-            # Zeros, so that the content does not depend on what the memory held before. The buffer is created
-            # in the lane, because the caller may be in inference mode.
-            buffer = torch.zeros(count, dtype=dtype, device=self._link.device)
-            yield frames.recv(buffer)
-            return buffer
-
-        lane = Lane(self._progress, Cancellation(), steps())
-        run_lanes(self._link, [lane], Limits(self._phases.deadline_s, stall_s), self._runner)
-        return lane.result()
-
-    def _decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
-        if is_frame(data):
-            return self._workspace.decode(data)
-        frame = self._options.decode_other(data)
-        return frame, self._workspace.encode(frame.manifest)
+    def _frame_steps(self, frames: Channel) -> Steps[bytes]:
+        # Zeros, so that the content does not depend on what the memory held before. Buffers are created in
+        # the lane, because the caller may be in inference mode.
+        length = torch.zeros(1, dtype=torch.int64, device=self._link.device)
+        # stall_timeout does not apply before the first message of the sender.
+        self._progress.idle = True
+        yield frames.recv(length)
+        self._progress.raise_if_cancelled()
+        self._progress.idle, self._progress.contacted = False, True
+        self._enter(ReceiverState.FRAME)
+        nbytes = int(length.item())
+        check_length(nbytes, self._options.max_metadata_bytes)
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._link.device)
+        yield frames.recv(buffer)
+        return first_bytes(buffer, nbytes)
 
     def _check_route(self, frame: Frame) -> Route:
-        """Return where the payload comes from and which receiver it goes to.
-
-        Raises:
-            BadManifest: the route has a rank that is not in the group, or has a rank twice.
-        """
+        """Return the route of the payload; raises BadManifest if a rank is repeated or not in the group."""
         route, members = frame.route or Route(self._peer), self._options.members
         others = [rank for rank in (route.source, route.next, *route.before) if rank is not None]
         outside = members is not None and any(rank not in members for rank in others)
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
-        if outside or repeated or self._options.rank in others:
+        if outside or repeated or self._link.rank in others:
             raise BadManifest(
                 f"the route of the payload is invalid: from rank {route.source}, through {route.before}, to "
                 f"rank {route.next}"
@@ -270,113 +250,80 @@ class _Receive:
             raise local
         if local is None:
             return target_in_new_memory(encoded, plan, options.context, self._workspace)
+        extra = options.extra or ("error" if options.strict else "drop")
         return target_in_place(
-            encoded,
-            plan,
-            local,
-            options.context,
-            self._workspace,
-            strict=options.strict,
-            extra=options.extra or ("error" if options.strict else "drop"),
+            encoded, plan, local, options.context, self._workspace, strict=options.strict, extra=extra
         )
 
     def _drain(self, frame: Frame, plan: Plan, rejection: Exception) -> None:
         """Receive all messages and drop them, so that the sender can finish."""
         self._enter(ReceiverState.DRAINING)
         try:
-            self._receive_payload(frame, plan, Sink.discarding(frame.manifest, plan), verify=False)
+            self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
             self._enter(ReceiverState.REJECTED)
         except FerryError as error:
             rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
 
-    def _receive_payload(self, frame: Frame, plan: Plan, sink: Sink, *, verify: bool) -> str | None:
-        """Receive all messages, and forward them if the route asks for it.
-
-        Returns why they were not forwarded, or None.
-        """
-        source, next_rank, window_bytes = self._route.source, self._route.next, self._options.window_bytes
-        self._progress = Progress(source, plan.payload_bytes)
-        cancellation = Cancellation()
+    def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> _Payload:
+        """Receive all messages, and forward them if the route asks for it."""
+        payload_bytes, window_bytes = sink.plan.payload_bytes, self._options.window_bytes
+        self._progress = Progress(self._route.source, payload_bytes)
         relay: Relay | None = None
-        forwarding: Lane[None] | None = None
-        if next_rank is not None:
+        if self._route.next is not None:
             # Half of the window is for messages that arrive, half for messages that are forwarded.
             window_bytes //= 2
-            sizes = [item.nbytes for item in plan.sequence(digest_blocks=frame.digest_blocks)]
-            onward = Progress(next_rank, plan.payload_bytes)
-            relay = Relay(self._link.channel(next_rank, frame.transfer), sizes, onward, window_bytes)
-            stop = relay.stop
-            forwarding = Lane(onward, Cancellation(), relay.steps(), lambda _: stop(self._own_rank))
-        payload = PayloadReceiver(
-            self._link,
-            self._link.channel(source, frame.transfer),
-            frame,
-            plan,
-            sink,
-            self._workspace.staging,
-            Window(window_bytes, self._options.in_place_window_bytes),
-            self._progress,
-            cancellation,
-            verify,
-            relay,
-        )
+            relay = Relay(
+                self._link.channel(self._route.next, frame.transfer),
+                [item.nbytes for item in sink.plan.sequence(digest_blocks=frame.digest_blocks)],
+                Progress(self._route.next, payload_bytes),
+                window_bytes,
+                self._workspace.staging,
+            )
+        payload = _Payload(self._link, frame, sink, self._workspace.staging, self._progress, verify, relay)
+        receiving = Lane(self._progress, payload.steps(window_bytes, self._options.in_place_window_bytes))
+        lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
+        self._run_lanes(lanes)
+        receiving.result()
+        if lanes[-1].error is not None:
+            payload.not_forwarded = self._explain_not_forwarded(lanes[-1].error, lanes[-1].progress)
+        return payload
+
+    def _forwarding(self, relay: Relay, receiving: Lane[None]) -> Lane[None]:
+        """Return the lane that forwards messages. If one of the two lanes fails, the relay is told."""
+        forwarding = Lane(relay.progress, relay.steps(), lambda _: relay.stop(self._link.rank or 0))
 
         def abort_next(error: BaseException) -> None:
-            if relay is not None and forwarding is not None:
-                forwarding.ends_s = self._runner.now_s() + _ABORT_S
-                relay.abort(self._failed_rank(error))
+            forwarding.ends_s = self._runner.now_s() + _ABORT_S
+            relay.abort(self._failed_rank(error))
 
-        receiving = Lane(self._progress, cancellation, payload.steps(), abort_next)
-        lanes = [receiving] if forwarding is None else [receiving, forwarding]
-        limits = Limits(self._phases.deadline_s, self._options.stall_s)
-        run_lanes(self._link, lanes, limits, self._runner)
-        receiving.result()
-        if forwarding is None or forwarding.error is None:
-            return None
-        # The caller has its state, but a rank of the group is lost.
-        error = forwarding.error
-        if isinstance(error, FerryError):
-            error = self._with_progress(error, forwarding.progress, "forward tensors")
-        self._link.mark_broken(error)
-        logger.warning("forwarding the state to rank %d failed: %s", next_rank, error)
-        return str(error)
-
-    @property
-    def _own_rank(self) -> int:
-        return self._options.rank or 0
+        receiving.on_failure = abort_next
+        return forwarding
 
     def _failed_rank(self, error: BaseException) -> int:
         """Return the rank that caused an error of this receive."""
         if isinstance(error, PeerGaveUp) and error.failed_rank is not None:
             return error.failed_rank
-        return self._route.source if isinstance(error, LinkError) else self._own_rank
+        return self._route.source if isinstance(error, LinkError) else self._link.rank or 0
 
-    def _raise_if_damaged(self, sink: Sink) -> None:
-        if sink.failure is not None:
-            raise sink.failure
-        if damaged := sink.damaged_paths():
-            raise Corrupted(damaged, peer=self._route.source)
-        if sink.sender_changed:
-            raise PeerGaveUp(
-                "the sender's state changed during the transfer; the received data is inconsistent",
-                peer=self._peer,
-            )
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return an error with its context, and with what it did to the local state."""
-        self._phases.finish(failed=True)
+    def _explain_not_forwarded(self, error: BaseException, progress: Progress) -> str:
+        """Log why the state was not forwarded: the caller has its state, but a rank of the group is lost."""
         if isinstance(error, FerryError):
-            error = self._with_progress(error, self._progress, self._phases.current)
-            if self._sink is not None:
-                error = self._with_suspects(error)
-        if self._sink is None or not self._sink.is_local:
+            error = self._with_progress(error, progress, "forward tensors")
+        self._link.mark_broken(error)
+        logger.warning("forwarding the state to rank %d failed: %s", progress.peer, error)
+        return str(error)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """Return an error with its context, and with what it did to the local state."""
+        self._finish_phase("failed")
+        sink, phase = self._sink, self._phase
+        if isinstance(error, FerryError):
+            error = self._with_progress(error, self._progress, phase)
+            error = error.with_context(more=self._suspects(error) if sink is not None else "")
+        if sink is None or sink.local is None:
             return error
         if isinstance(error, PeerGaveUp):
-            self._sink.unmark_whole()
-        return self._with_outcome(error, self._sink)
-
-    def _with_outcome(self, error: BaseException, sink: Sink) -> BaseException:
-        """Return an error that says what the failed transfer did to the local state."""
+            sink.unmark_whole()
         outcome = sink.outcome()
         if not outcome.torn and not outcome.whole:
             unchanged = "; nothing was overwritten"
@@ -388,62 +335,121 @@ class _Receive:
             kind = TornAndBroken
         torn = kind(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
         if isinstance(error, Exception):
-            torn = torn.with_context(peer=self._progress.peer, phase=self._phases.current)
+            torn = torn.with_context(peer=self._progress.peer, phase=phase)
             torn.__cause__ = error
             return torn
         # KeyboardInterrupt and SystemExit stay what they are.
         error.add_note(torn.what)
         return error
 
-    def _with_progress(self, error: FerryError, progress: Progress, phase: str) -> FerryError:
-        timeout_s, question = self._options.timeout_s, self._options.question
-        return with_progress(
-            error, progress, phase, timeout_s=timeout_s, question=question, content=self._content
-        )
-
-    def _with_suspects(self, error: FerryError) -> FerryError:
+    def _suspects(self, error: FerryError) -> str:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
         named = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
         way = [self._route.source, *self._route.before]
         way += [self._peer] if self._peer not in way else []
         if named not in way[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
-            return error
+            return ""
         before = ", ".join(f"rank {rank}" for rank in way[way.index(named) + 1 :])
-        return error.with_context(
-            more=f". Rank {named} gets the state through {before}: if rank {named} is alive, look there"
-        )
-
-    def _report(
-        self, data: bytes, frame: Frame, plan: Plan, target: Target, not_forwarded: str | None
-    ) -> Report:
-        report = Report(
-            (self._peer,),
-            plan.payload_bytes,
-            len(data),
-            len(plan.messages),
-            self._phases.finish(),
-            forwarded_to=self._route.next,
-            not_forwarded=not_forwarded,
-            forwarded_by=None if self._route.source == self._peer else self._route.source,
-            step=frame.step,
-            dropped=target.dropped,
-            fresh=target.fresh,
-            kept=target.kept,
-        )
-        _warn_of_gaps(report)
-        return report
+        return f". Rank {named} gets the state through {before}: if rank {named} is alive, look there"
 
 
-def _warn_of_gaps(report: Report) -> None:
+@dataclass(eq=False)
+class _Payload:
+    """The messages and digest blocks of one transfer: each is received, checked, written and forwarded."""
+
+    link: Link
+    frame: Frame
+    sink: Sink
+    staging: Staging
+    progress: Progress
+    verify: bool
+    relay: Relay | None
+    sender_changed: bool = False
+    not_forwarded: str | None = None
+
+    def __post_init__(self) -> None:
+        self.verify &= self.frame.digest_blocks or self.frame.digests is not None
+        self.sink.before_write = self.progress.raise_if_cancelled
+        self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
+
+    def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
+        """Receive everything. Damage is recorded, not raised, so that the sender can finish."""
+        window = Window(self._arrived, window_bytes, in_place_window_bytes)
+        for item in self.sink.plan.sequence(digest_blocks=self.frame.digest_blocks):
+            place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Message) else None
+            yield from window.make_room(item.nbytes, in_place=place is not None)
+            if self.relay is not None and isinstance(item, Message) and place is None:
+                # This lane waits for the next receiver now, not for its peer.
+                self.progress.idle = True
+                yield from self.relay.wait_for_room(item.nbytes)
+                self.progress.idle = False
+            self.progress.raise_if_cancelled()
+            if isinstance(item, DigestBlock):
+                buffer = torch.zeros(item.nbytes, dtype=torch.uint8, device=self.link.device)
+            elif place is None:
+                buffer = self.staging.take(item.nbytes, pinned=self.sink.pinned)
+            else:
+                buffer = self.sink.open(item, place)
+            pending = self._channel.recv(buffer)
+            if isinstance(item, Message) and place is not None:
+                self.sink.mark(item.first, item.end, ChunkState.WRITTEN)
+            window.add(InFlight(buffer, item, place is not None), pending)
+        yield from window.complete_all()
+
+    def _arrived(self, arrived: InFlight) -> None:
+        self._channel.raise_if_aborted(first_bytes(arrived.buffer, ABORT_BYTES))
+        if isinstance(arrived.item, Message):
+            self._message_arrived(arrived.item, arrived.buffer)
+        elif isinstance(arrived.item, DigestBlock):
+            self._block_arrived(arrived.item, arrived.buffer)
+        if self.relay is not None:
+            self.relay.offer(arrived)
+        elif arrived.staged:
+            self.staging.give_back(arrived.buffer)
+
+    def _message_arrived(self, message: Message, buffer: torch.Tensor) -> None:
+        self.progress.add(message.nbytes)
+        if self.verify:
+            self.sink.add_digests(message, buffer)
+        self.sink.write(message, buffer)
+        # A chunk is whole when it is written, not when it has arrived.
+        if not self.verify:
+            self.sink.mark(message.first, message.end, ChunkState.WHOLE)
+        elif self.frame.digests is not None:
+            self.sink.verify(message.first, self.frame.digests[message.first : message.end])
+
+    def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
+        nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))
+        if nonce != self.frame.nonce:
+            # The block is damaged, or belongs to another transfer.
+            self.sink.mark(block.first, block.end, ChunkState.DAMAGED)
+            return
+        self.sender_changed |= changed
+        if self.verify:
+            self.sink.verify(block.first, digests)
+
+    def raise_if_damaged(self, sender: int) -> None:
+        """Raise the error of a payload that arrived but can't be used."""
+        if self.sink.failure is not None:
+            raise self.sink.failure
+        if damaged := self.sink.damaged_paths():
+            raise Corrupted(damaged, peer=self.progress.peer)
+        if self.sender_changed:
+            raise PeerGaveUp(
+                "the sender's state changed during the transfer; the received data is inconsistent",
+                peer=sender,
+            )
+
+
+def _warn_of_gaps(peer: int, target: Target) -> None:
     """Log one WARNING if paths were dropped or kept, or training could go on without them unnoticed."""
-    gaps = [
-        f"{len(paths)} path{'s' if len(paths) > 1 else ''} {what}: "
-        f"{', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}"
-        for what, paths in (
-            ("dropped, which only the sender has", report.dropped),
-            ("left as they were, which only the local state has", report.kept),
-        )
-        if paths
-    ]
+    gaps: list[str] = []
+    for what, paths in (
+        ("dropped, which only the sender has", target.dropped),
+        ("left as they were, which only the local state has", target.kept),
+    ):
+        if paths:
+            count = "1 path" if len(paths) == 1 else f"{len(paths)} paths"
+            gaps.append(f"{count} {what}: {', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}")
     if gaps:
-        logger.warning("received from rank %d in place, with gaps: %s", report.peers[0], "; ".join(gaps))
+        logger.warning("received from rank %d in place, with gaps: %s", peer, "; ".join(gaps))

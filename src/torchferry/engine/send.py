@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from msgspec import structs
 
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import (
-    CHUNK_BYTES,
-    IN_PLACE_WINDOW_BYTES,
-    MAX_MESSAGES,
-    PACK_FROM,
-    RELAY_CHUNK_BYTES,
-    WINDOW_BYTES,
-    Message,
-    Plan,
-    TooManyMessages,
-)
+from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Message, Plan, TooManyMessages
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
     SENDER,
     DigestBlock,
     Machine,
-    Route,
     SenderState,
     chain,
     encode_block,
 )
 from torchferry.core.report import Report
-from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, Runner, Steps, ThreadRunner, Window, run_lanes
-from torchferry.engine.progress import Cancellation, Phases, Progress, with_progress
-from torchferry.engine.source import Source
+from torchferry.engine.lanes import Lane, Progress, Steps
+from torchferry.engine.source import NOT_HASHED, Source
+from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,
@@ -54,41 +42,22 @@ from torchferry.links.base import Channel, Link, Pending, to_buffer
 from torchferry.tensors.describe import describe
 
 _REFUSAL_S = 0.2
-"""How long a sender sleeps after it posted its refusals. A waiting receiver gets its refusal within
-milliseconds, but only while the sender lives."""
+"""How long a sender sleeps after it posted its refusals: they arrive only while the sender lives."""
 
 
 @dataclass(frozen=True)
-class SendOptions:
-    """How to send a state. With `relay`, receivers forward it to each other.
+class SendOptions(TransferOptions):
+    """How to send a state. With `relay`, receivers forward it; `pickle` encodes what torchferry can't."""
 
-    `pickle` encodes leaves that torchferry can't. `question` is added to a timeout if the peer was never
-    heard of, with its rank in {peer}.
-    """
-
-    timeout_s: float
-    max_metadata_bytes: int
-    step: int | None = None
     relay: bool = False
     pickle: Callable[[object], bytes] | None = None
     chunk_bytes: int = CHUNK_BYTES
-    relay_chunk_bytes: int = RELAY_CHUNK_BYTES
     pack_from: int = PACK_FROM
-    window_bytes: int = WINDOW_BYTES
-    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     hash_first_bytes: int = HASH_FIRST_BYTES
-    stall_s: float | None = None
-    verify: bool = True
-    question: str = ""
-    runner: Callable[[], Runner] = ThreadRunner
 
 
 def send_state(
-    link: Link,
-    peers: Sequence[int],
-    state: object,
-    options: SendOptions,
-    workspace: Workspace | None = None,
+    link: Link, peers: Sequence[int], state: object, options: SendOptions, workspace: Workspace | None = None
 ) -> Report:
     """Send a state to every peer, after a check that all of it can be sent.
 
@@ -103,99 +72,78 @@ def send_state(
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
-    send = _Send(link, peers, options, workspace or Workspace(link.device))
-    try:
-        return send.run(state)
-    except FerryError as error:
-        send.phases.finish(failed=True)
-        raise error.with_context(phase=send.phases.current) from error.__cause__
+    return _Send(link, peers, options, workspace or Workspace(link.device)).run(state)
 
 
-class _Send:
+class _Send(Transfer[SendOptions]):
     """One send, from the description of the state to the report."""
 
+    _source: Source
+    _frame: Frame
+
     def __init__(self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace) -> None:
-        self._link = link
+        super().__init__("send", link, options, workspace)
         self._peers = peers
-        self._options = options
-        self._workspace = workspace
-        self._runner = options.runner()
+        self._transfer = link.new_transfer()
+        # The routes of the payload, if receivers forward it.
+        self._routes = chain(self._transfer.origin, peers) if options.relay and len(peers) > 1 else {}
         self._machines = {peer: Machine(SENDER, SenderState.DESCRIBING) for peer in peers}
-        self.phases = Phases("send", options.timeout_s, self._runner.now_s)
 
     def run(self, state: object) -> Report:
-        self.phases.enter("describe")
         try:
-            source, frame = self._describe(state)
-            relayed = self._options.relay and len(self._peers) > 1
-            routes = chain(frame.origin, self._peers) if relayed else {}
-            frames = self._encode(frame, routes, source)
-            if not self.phases.left_s():
+            return self._run(state)
+        except FerryError as error:
+            self._finish_phase("failed")
+            raise error.with_context(phase=self._phase) from error.__cause__
+
+    def _run(self, state: object) -> Report:
+        self._enter_phase("describe")
+        try:
+            # Every problem of the state is found here, before anything is sent.
+            description = describe(state, pickle=self._options.pickle)
+            encoded = self._workspace.encode(description.manifest)
+            plan = self._plan(encoded)
+            self._content = encoded.manifest, plan
+            self._source = Source(description, plan, self._workspace.staging, self._link.can_access)
+            self._frame = self._make_frame()
+            frames = self._encode(encoded)
+            if not self._left_s():
                 raise LinkTimeout(
                     "describing the state took longer than the timeout, and nothing was sent: "
-                    f"0 of {source.plan.payload_bytes:,} bytes done. "
-                    f"The timeout was {self._options.timeout_s:g} s",
+                    f"0 of {plan.payload_bytes:,} bytes done. The timeout was {self._options.timeout_s:g} s",
                     peer=self._peers[0] if len(self._peers) == 1 else None,
                 )
         except BaseException as error:
             self._refuse(error)
             raise
-        self.phases.enter("send tensors")
-        lanes = [self._lane(peer, source, frame, routes, frames[peer]) for peer in self._peers]
-        limits = Limits(self.phases.deadline_s, self._options.stall_s)
+        self._enter_phase("send tensors")
+        lanes = [self._lane(peer, frames[peer]) for peer in self._peers]
         try:
-            run_lanes(self._link, lanes, limits, self._runner)
+            self._run_lanes(lanes)
         except BaseException as interrupt:
             self._link.mark_broken(interrupt)
             raise
-        self._raise_failures(lanes, source, routes)
-        if not frame.digest_blocks:
-            source.find_changes(read_all=frame.digests is not None)
-        if paths := source.changed_paths():
+        self._raise_failures(lanes)
+        if not self._frame.digest_blocks:
+            self._source.find_changes(read_all=self._frame.digests is not None)
+        if paths := self._source.changed_paths():
             raise StateChanged(paths)
         return Report(
             tuple(self._peers),
-            source.plan.payload_bytes,
+            plan.payload_bytes,
             max(map(len, frames.values()), default=0),
-            len(source.plan.messages),
-            self.phases.finish(),
+            len(plan.messages),
+            self._finish_phase(),
             step=self._options.step,
         )
 
-    def _describe(self, state: object) -> tuple[Source, Frame]:
-        """Describe the state and plan its transfer, so that every problem of the state is found now."""
-        options, workspace = self._options, self._workspace
-        description = describe(state, pickle=options.pickle)
-        encoded = workspace.encode(description.manifest)
-        plan = self._plan(encoded)
-        source = Source(description, encoded, plan, workspace.staging, self._link.can_access)
-        transfer = self._link.new_transfer()
-        frame = Frame(
-            encoded.manifest,
-            plan.chunk_bytes,
-            options.step,
-            transfer.serial,
-            transfer.nonce,
-            pack_bytes=plan.pack_bytes,
-            origin=transfer.origin,
-        )
-        if not options.verify:
-            return source, frame
-        if plan.payload_bytes > options.hash_first_bytes:
-            source.take_samples()
-            return source, structs.replace(frame, digest_blocks=True)
-        source.hash_all()
-        return source, structs.replace(frame, digests=tuple(source.digests))
-
     def _plan(self, encoded: EncodedManifest) -> Plan:
-        options = self._options
+        chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
         try:
-            plan = self._workspace.plan(encoded, options.chunk_bytes, pack_from=options.pack_from)
-            short = options.relay_chunk_bytes
-            relayed = options.relay and len(self._peers) > 1
-            if relayed and short < options.chunk_bytes and plan.payload_bytes < short * (MAX_MESSAGES // 2):
-                plan = self._workspace.plan(encoded, short, pack_from=options.pack_from)
-            return plan
+            if self._routes and chunk_bytes > RELAY_CHUNK_BYTES:
+                with suppress(TooManyMessages):
+                    return self._workspace.plan(encoded, RELAY_CHUNK_BYTES, pack_from=pack_from)
+            return self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
         except TooIrregular as error:
             raise Unsendable(
                 f"the state has views that overlap too irregularly to be sent without bytes between them "
@@ -204,12 +152,32 @@ class _Send:
         except TooManyMessages as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
-    def _encode(self, frame: Frame, routes: Mapping[int, Route], source: Source) -> dict[int, bytes]:
+    def _make_frame(self) -> Frame:
+        """Make the frame. A small state is hashed now; of a large one, samples are taken."""
+        source, plan, verify = self._source, self._source.plan, self._options.verify
+        digest_blocks = verify and plan.payload_bytes > self._options.hash_first_bytes
+        if digest_blocks:
+            source.take_samples()
+        elif verify:
+            source.hash_all()
+        return Frame(
+            source.description.manifest,
+            plan.chunk_bytes,
+            self._options.step,
+            self._transfer.serial,
+            self._transfer.nonce,
+            digests=tuple(source.digests) if verify and not digest_blocks else None,
+            digest_blocks=digest_blocks,
+            pack_bytes=plan.pack_bytes,
+            origin=self._transfer.origin,
+        )
+
+    def _encode(self, encoded: EncodedManifest) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
-        data = encode(frame, source.encoded)
+        data = encode(self._frame, encoded)
         frames = dict.fromkeys(self._peers, data)
-        for peer, route in routes.items():
-            frames[peer] = encode(structs.replace(frame, route=route), source.encoded)
+        for peer, route in self._routes.items():
+            frames[peer] = encode(structs.replace(self._frame, route=route), encoded)
         nbytes, limit = max(map(len, (data, *frames.values()))), self._options.max_metadata_bytes
         if nbytes > limit:
             raise Unsendable(
@@ -226,50 +194,104 @@ class _Send:
         timeout, the process aborts. The link keeps the messages until the peer has received a later frame.
         """
         reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-        data = encode_refusal(reason, self._options.step)
+        refusal = to_buffer(encode_refusal(reason, self._options.step), self._link.device)
         for peer in self._peers:
             self._machines[peer].advance(SenderState.REFUSED)
             # A peer that is gone needs no refusal, and no failure here may hide `error`.
             with suppress(Exception), self._link.frames(peer, "send", _REFUSAL_S) as frames:
-                self._link.keep(peer, _post_frame(frames, data, self._link.device))
+                self._link.keep(peer, _post_frame(frames, refusal))
         if self._peers:
             self._runner.sleep((), self._runner.now_s() + _REFUSAL_S)
 
-    def _lane(
-        self, peer: int, source: Source, frame: Frame, routes: Mapping[int, Route], data: bytes
-    ) -> Lane[None]:
-        has_payload = peer not in routes or routes[peer].source == frame.origin
-        progress = Progress(peer, source.plan.payload_bytes if has_payload else 0, contacted=False)
-        cancellation = Cancellation()
+    def _lane(self, peer: int, data: bytes) -> Lane[None]:
+        has_payload = peer not in self._routes or self._routes[peer].source == self._frame.origin
+        payload_bytes = self._source.plan.payload_bytes if has_payload else 0
+        progress = Progress(peer, payload_bytes, contacted=False)
         # The lanes that send a payload share the windows.
-        lanes = 1 if routes else len(self._peers)
-        window: Window[_InFlight] = Window(
+        lanes = 1 if self._routes else len(self._peers)
+        window = Window(
+            partial(self._completed, progress),
             max(self._options.window_bytes // lanes, 1),
-            max(self._options.in_place_window_bytes // lanes, 2 * frame.chunk_bytes),
+            max(self._options.in_place_window_bytes // lanes, 2 * self._frame.chunk_bytes),
         )
-        outgoing = _Outgoing(
-            self._link, peer, source, frame, window, self._machines[peer], progress, cancellation
-        )
-        steps = outgoing.steps(data, self.phases.left_s, has_payload=has_payload)
-        return Lane(progress, cancellation, steps)
+        return Lane(progress, self._steps(progress, window, data, has_payload=has_payload))
 
-    def _raise_failures(
-        self, lanes: Sequence[Lane[None]], source: Source, routes: Mapping[int, Route]
-    ) -> None:
+    def _steps(self, progress: Progress, window: Window, data: bytes, *, has_payload: bool) -> Steps[None]:
+        """Send the frame, and the payload if the peer gets it from this process."""
+        machine = self._machines[progress.peer]
+        machine.advance(SenderState.SENDING)
+        buffer = to_buffer(data, self._link.device)
+        with self._link.frames(progress.peer, "send", self._left_s()) as frames:
+            window.add(InFlight(buffer), *_post_frame(frames, buffer))
+        if has_payload:
+            yield from self._send_payload(progress, window)
+        yield from window.complete_all()
+        machine.advance(SenderState.SENT)
+
+    def _send_payload(self, progress: Progress, window: Window) -> Steps[None]:
+        channel = self._link.channel(progress.peer, self._transfer)
+        sequence = self._source.plan.sequence(digest_blocks=self._frame.digest_blocks)
+        posted = 0
+        try:
+            for item in sequence:
+                message = yield from self._read(item, progress, window)
+                window.add(message, channel.send(message.buffer))
+                posted += 1
+                # A staged copy can't change any more, and is still in the cache.
+                if message.staged:
+                    self._hash(message)
+        except Exception as error:
+            # On a failed link, an abort would fail too.
+            if progress.cancelled or not isinstance(error, LinkError):
+                expected = [item.nbytes for item in sequence[posted:]]
+                if abort := channel.send_abort(self._frame.origin, expected):
+                    while window:
+                        yield from window.pop()
+                    yield from abort
+                    self._machines[progress.peer].advance(SenderState.ABORTED)
+            raise
+
+    def _read(self, item: Message | DigestBlock, progress: Progress, window: Window) -> Steps[InFlight]:
+        """Wait until an item may be sent, and read it.
+
+        A digest block waits until its chunks are hashed. The last block waits for all messages: it says
+        whether the state changed while any of them was being sent.
+        """
+        source = self._source
+        if isinstance(item, Message):
+            in_place = not source.must_stage(item)
+            yield from window.make_room(item.nbytes, in_place=in_place)
+            progress.raise_if_cancelled()
+            return InFlight(source.read(item), item, in_place)
+        while window and (item.last or NOT_HASHED in source.digests[item.first : item.end]):
+            yield from window.complete_oldest()
+        progress.raise_if_cancelled()
+        changed = item.last and source.find_changes()
+        digests = source.digests[item.first : item.end]
+        block = encode_block(item, digests, self._frame.nonce, changed=changed)
+        return InFlight(to_buffer(block, self._link.device), item)
+
+    def _completed(self, progress: Progress, sent: InFlight) -> None:
+        if sent.item is None:
+            progress.contacted = True
+            self._link.release(progress.peer)
+        elif isinstance(sent.item, Message):
+            # A message that was sent from the state's own memory is hashed while the link sends the next.
+            self._hash(sent)
+            progress.add(sent.item.nbytes)
+            self._source.done_with(sent.item, sent.buffer)
+
+    def _hash(self, message: InFlight) -> None:
+        if self._frame.digest_blocks and isinstance(message.item, Message):
+            self._source.hash(message.item, message.buffer)
+
+    def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:
         failed: dict[int, BaseException] = {}
-        for lane in lanes:
-            if isinstance(lane.error, FerryError):
-                failed[lane.progress.peer] = with_progress(
-                    lane.error,
-                    lane.progress,
-                    "send tensors",
-                    timeout_s=self._options.timeout_s,
-                    question=self._options.question,
-                    content=(source.encoded.manifest, source.plan),
-                )
-            elif lane.error is not None:
-                failed[lane.progress.peer] = lane.error
-        failed = _with_dependents(failed, routes)
+        for progress, error in ((lane.progress, lane.error) for lane in lanes if lane.error is not None):
+            if isinstance(error, FerryError):
+                error = self._with_progress(error, progress, "send tensors")
+            failed[progress.peer] = error
+        failed = self._with_dependents(failed)
         if not failed:
             return
         first = next(iter(failed.values()))
@@ -280,11 +302,11 @@ class _Send:
             # tells the receivers and ends pending messages.
             for peer in self._peers:
                 self._link.close(peer)
-        if len(lanes) == 1:
-            raise first
         errors = {peer: error for peer, error in failed.items() if isinstance(error, FerryError)}
         if len(errors) < len(failed):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
+        if len(lanes) == 1:
+            raise first
         kind = SendFailed
         if any(isinstance(error, TimeoutError) for error in errors.values()):
             kind = SendLate
@@ -292,132 +314,21 @@ class _Send:
             kind = SendBroken
         raise kind([peer for peer in self._peers if peer not in failed], errors) from first
 
-
-def _with_dependents(
-    failed: dict[int, BaseException], routes: Mapping[int, Route]
-) -> dict[int, BaseException]:
-    """Add the receivers that would have got the payload through a failed one."""
-    found: dict[int, BaseException] = {}
-    lost_by: dict[int, int] = {}
-    for peer, route in routes.items():
-        if peer in failed:
-            found[peer], lost_by[peer] = failed[peer], peer
-        elif route.source in lost_by:
-            lost_by[peer] = lost_by[route.source]
-            what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
-            found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
-    return found or failed
+    def _with_dependents(self, failed: dict[int, BaseException]) -> dict[int, BaseException]:
+        """Add the receivers that would have got the payload through a failed one."""
+        found: dict[int, BaseException] = {}
+        lost_by: dict[int, int] = {}
+        for peer, route in self._routes.items():
+            if peer in failed:
+                found[peer], lost_by[peer] = failed[peer], peer
+            elif route.source in lost_by:
+                lost_by[peer] = lost_by[route.source]
+                what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
+                found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
+        return found or failed
 
 
-def _post_frame(frames: Channel, data: bytes, device: torch.device) -> list[Pending]:
+def _post_frame(frames: Channel, frame: torch.Tensor) -> list[Pending]:
     """Start to send the length of a frame, and the frame."""
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    return [frames.send(length), frames.send(to_buffer(data, device))]
-
-
-class _InFlight(NamedTuple):
-    """A message in flight: a message of the plan with its buffer, or the frame, or neither."""
-
-    message: Message | None = None
-    buffer: torch.Tensor | None = None
-    is_frame: bool = False
-
-
-@dataclass(frozen=True)
-class _Outgoing:
-    """Sends the frame and the payload to one peer."""
-
-    link: Link
-    peer: int
-    source: Source
-    frame: Frame
-    window: Window[_InFlight]
-    machine: Machine[SenderState]
-    progress: Progress
-    cancellation: Cancellation
-
-    def steps(self, data: bytes, left_s: Callable[[], float], *, has_payload: bool) -> Steps[None]:
-        """Send the frame, and the payload if the peer gets it from this process.
-
-        Raises:
-            LinkError: the link failed.
-            StateError: memory of the state was freed.
-        """
-        self.machine.advance(SenderState.SENDING)
-        with self.link.frames(self.peer, "send", left_s()) as frames:
-            length, frame = _post_frame(frames, data, self.link.device)
-        self.window.add(length, 0, _InFlight())
-        self.window.add(frame, len(data), _InFlight(is_frame=True))
-        if has_payload:
-            yield from self._send_payload(self.link.channel(self.peer, self.frame.transfer))
-        yield from self._finish()
-        self.machine.advance(SenderState.SENT)
-
-    def _send_payload(self, channel: Channel) -> Steps[None]:
-        source, window = self.source, self.window
-        sequence = source.plan.sequence(digest_blocks=self.frame.digest_blocks)
-        posted = 0
-        try:
-            for item in sequence:
-                in_place = isinstance(item, Message) and not source.must_stage(item)
-                yield from self._make_room(item, in_place=in_place)
-                self.cancellation.raise_if_cancelled()
-                buffer = source.read(item) if isinstance(item, Message) else self._block(item)
-                pending = channel.send(buffer)
-                posted += 1
-                sent = _InFlight(item, buffer) if isinstance(item, Message) else _InFlight()
-                window.add(pending, item.nbytes, sent, in_place=in_place)
-                # A staged copy can't change any more, and is still in the cache.
-                if isinstance(item, Message) and not in_place:
-                    self._hash(item, buffer)
-        except Exception as error:
-            # On a failed link, an abort would fail too.
-            if self.cancellation.is_set or not isinstance(error, LinkError):
-                yield from self._abort(channel, [item.nbytes for item in sequence[posted:]])
-            raise
-
-    def _make_room(self, item: Message | DigestBlock, *, in_place: bool) -> Steps[None]:
-        """Wait until an item may be sent.
-
-        A digest block waits until its chunks are hashed. The last block waits for all messages: it says
-        whether the state changed while any of them was being sent.
-        """
-        if isinstance(item, Message):
-            while not self.window.has_room(item.nbytes, in_place=in_place):
-                self._completed((yield from self.window.pop()))
-        else:
-            while self.window and (item.last or None in self.source.digests[item.first : item.end]):
-                self._completed((yield from self.window.pop()))
-
-    def _block(self, block: DigestBlock) -> torch.Tensor:
-        digests = [digest for digest in self.source.digests[block.first : block.end] if digest is not None]
-        assert len(digests) == block.end - block.first, "a block is sent when all its chunks are hashed"
-        changed = block.last and self.source.find_changes()
-        return to_buffer(encode_block(block, digests, self.frame.nonce, changed=changed), self.link.device)
-
-    def _abort(self, channel: Channel, expected: Sequence[int]) -> Steps[None]:
-        messages = channel.send_abort(self.frame.origin, expected)
-        if messages:
-            for message in messages:
-                self.window.add(message, 0, _InFlight())
-            while self.window:
-                yield from self.window.pop()
-            self.machine.advance(SenderState.ABORTED)
-
-    def _finish(self) -> Steps[None]:
-        while self.window:
-            self._completed((yield from self.window.pop()))
-
-    def _completed(self, sent: _InFlight) -> None:
-        if sent.is_frame:
-            self.progress.contacted = True
-            self.link.release(self.peer)
-        if sent.message is not None and sent.buffer is not None:
-            # A message that was sent from the state's own memory is hashed while the link sends the next.
-            self._hash(sent.message, sent.buffer)
-            self.progress.add(sent.message.nbytes)
-            self.source.done_with(sent.message, sent.buffer)
-
-    def _hash(self, message: Message, buffer: torch.Tensor) -> None:
-        if self.frame.digest_blocks:
-            self.source.hash(message, buffer)
+    length = torch.tensor([frame.nbytes], dtype=torch.int64, device=frame.device)
+    return [frames.send(length), frames.send(frame)]

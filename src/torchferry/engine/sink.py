@@ -1,42 +1,53 @@
 """A sink: takes the chunks of an incoming state, in any order, and writes them where they belong.
 
-At any moment a sink can tell which paths of the local state are whole, torn and untouched.
+That is fresh memory, or the local state if the incoming state fits. At any moment a sink can tell which paths
+of the local state are whole, torn and untouched.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
+from torchferry.core.codec import EncodedManifest
+from torchferry.core.compare import Extra, compare, tensor_pairs
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
-from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements
+from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements, place_in_local_state
 from torchferry.core.plan import Chunk, Message, Plan
-from torchferry.core.tree import Path
-from torchferry.engine.digest import digests
-from torchferry.errors import StateError
+from torchferry.core.tree import Path, format_path
+from torchferry.engine.source import digest_pieces
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import Mismatch, StateError, StateMismatch
+from torchferry.tensors.assemble import (
+    assemble_fresh,
+    assemble_in_place,
+    choose_result_tree,
+    misfits,
+    tied_to_local,
+)
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import FreshMemory
+from torchferry.tensors.fresh import FreshMemory, HugePages
 from torchferry.tensors.itemwise import without_repeats, write_items
+from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
 
-BeforeWrite = Callable[[], None]
-"""Called before memory is written. It may raise, and then nothing more is written."""
-
 
 @dataclass(eq=False)
 class Sink:
-    """Writes chunks to fresh memory, to the local state, or nowhere.
+    """Writes chunks to fresh memory or to the local state. A sink with neither drops all chunks.
 
     `paired` lists the paths that both states have; None means all. `written` lists the local tensors that are
-    written. `failure` is set when there is no memory for the fresh state: chunks are dropped from then on.
-    `sender_changed` is set when the sender's state changed while it was being sent.
+    written. `before_write` is called before local memory is written; if it raises, nothing more is written.
+    `failure` is set when there is no memory for the fresh state: chunks are dropped from then on.
+    Writing and hashing raise StateError if memory of the local state was freed.
     """
 
     manifest: Manifest
@@ -46,8 +57,8 @@ class Sink:
     local: Description | None = None
     written: Collection[int] = ()
     paired: Collection[Path] | None = None
+    before_write: Callable[[], None] = lambda: None
     failure: StateError | None = None
-    sender_changed: bool = False
 
     def __post_init__(self) -> None:
         self.pinned = self.local is not None and not self.local.is_all_cpu
@@ -56,87 +67,52 @@ class Sink:
         self._digests: dict[int, int] = {}
         self._opened: dict[int, Direct] = {}
 
-    @classmethod
-    def discarding(cls, manifest: Manifest, plan: Plan) -> Sink:
-        """Make a sink that drops all chunks."""
-        return cls(manifest, plan, Placements((Placement(),) * len(plan.extents)))
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the sink writes to the local state."""
-        return self.local is not None
-
-    def allocate(self, storages: Collection[int]) -> None:
-        """Allocate fresh memory for these incoming storages now, before anything is written.
-
-        Raises:
-            StateError: there is not enough memory.
-        """
-        if self.fresh is not None:
-            for storage in storages:
-                self.fresh.memory(storage)
-            return
-        check_room(sum(self.manifest.storages[storage] for storage in storages), "the fresh tensors")
-        for storage in storages:
-            self.scratch(storage)
-
     def direct_place(self, message: Message, can_access: Callable[[torch.device], bool]) -> Direct | None:
         """Return a place where the link itself can write a message; None if it must be staged."""
         chunk = self.plan.chunks[message.first]
-        if message.end - message.first > 1 or chunk.piece.repeats:
+        has_memory = self.fresh is not None or self.local is not None
+        if not has_memory or message.end - message.first > 1 or chunk.piece.repeats:
             return None
         places = self.placements.of(chunk).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
 
     def open(self, message: Message, place: Direct) -> torch.Tensor:
-        """Return the memory of a place, for the link to write. `mark_written` follows when it may begin."""
+        """Return the memory of a place, for the link to write. Mark it as written when that may begin."""
         piece = self.plan.chunks[message.first].piece
         if self.fresh is not None:
             self.fresh.fault_in(piece)
         self._opened[message.first] = place
         return run_of(self._memory(place), piece)
 
-    def write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite = lambda: None) -> None:
-        """Write the chunks of a message, which are consecutive in the buffer, to every place but an open one.
-
-        Raises:
-            StateError: memory of the local state was freed.
-        """
-        if self.failure is not None:
-            return
-        try:
-            self._write(message, buffer, before_write)
-        except StateError as error:
-            if self.is_local:
-                raise
-            self.failure = error
-
-    def _write(self, message: Message, buffer: torch.Tensor, before_write: BeforeWrite) -> None:
-        chunks = self.plan.chunks_of(message)
+    def write(self, message: Message, buffer: torch.Tensor) -> None:
+        """Write the chunks of a message, consecutive in the buffer, to all their places but an open one."""
         opened = self._opened.pop(message.first, None)
-        if opened is not None:
-            placement = self.placements.of(chunks[0])
-            others = tuple(place for place in placement.direct if place != opened)
-            self._write_one(chunks[0], Placement(others, placement.itemwise), buffer, before_write)
-        elif not self.placements.same_layout:
-            placements = [self.placements.of(chunk) for chunk in chunks]
-            if any(placement.direct or placement.itemwise for placement in placements):
-                self.mark_written(message)
-                self._write_placed(chunks, placements, buffer, before_write)
-        elif self.fresh is not None:
-            self.fresh.unpack(chunks, buffer)
-        elif self.local is not None:
-            self.mark_written(message)
-            memories = [self.local.memories[chunk.piece.storage] for chunk in chunks]
-            self._scatter(chunks, memories, buffer, before_write)
+        if self.local is not None:
+            self._write_to(self.local, message, buffer, opened)
+        elif self.fresh is not None and self.failure is None and opened is None:
+            try:
+                self.fresh.unpack(self.plan.chunks_of(message), buffer)
+            except StateError as error:
+                self.failure = error
 
-    def _write_placed(
-        self,
-        chunks: Sequence[Chunk],
-        placements: Sequence[Placement],
-        buffer: torch.Tensor,
-        before_write: BeforeWrite,
+    def _write_to(
+        self, local: Description, message: Message, buffer: torch.Tensor, opened: Direct | None
     ) -> None:
+        chunks = self.plan.chunks_of(message)
+        if self.placements.same_layout:
+            if opened is None:
+                self.mark(message.first, message.end, ChunkState.WRITTEN)
+                memories = [local.memories[chunk.piece.storage] for chunk in chunks]
+                self._scatter(chunks, memories, buffer)
+            return
+        placements = [self.placements.of(chunk) for chunk in chunks]
+        if opened is not None:
+            others = tuple(place for place in placements[0].direct if place != opened)
+            placements = [Placement(others, placements[0].itemwise)]
+        elif any(placement.direct or placement.itemwise for placement in placements):
+            self.mark(message.first, message.end, ChunkState.WRITTEN)
+        else:
+            return
         start = 0
         for has_one_place, group in groupby(zip(chunks, placements, strict=True), key=_has_one_place):
             pairs = list(group)
@@ -145,47 +121,30 @@ class Sink:
             start += flat.nbytes
             if has_one_place:
                 memories = [self._memory(placement.direct[0]) for _, placement in pairs]
-                self._scatter([chunk for chunk, _ in pairs], memories, flat, before_write)
+                self._scatter([chunk for chunk, _ in pairs], memories, flat)
                 continue
             for (chunk, placement), data in zip(pairs, flat.split(sizes), strict=True):
-                self._write_one(chunk, placement, data, before_write)
+                for place in placement.direct:
+                    self._scatter([chunk], [self._memory(place)], data)
+                for items in placement.itemwise:
+                    self.before_write()
+                    theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
+                    memory = local.memories[ours.storage]
+                    write_items(data, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
 
-    def _scatter(
-        self,
-        chunks: Sequence[Chunk],
-        memories: Sequence[Memory],
-        buffer: torch.Tensor,
-        before_write: BeforeWrite,
-    ) -> None:
+    def _scatter(self, chunks: Sequence[Chunk], memories: Sequence[Memory], buffer: torch.Tensor) -> None:
         start = 0
         for first in range(0, len(chunks), _PIECES_AT_ONCE):
-            before_write()
+            self.before_write()
             pieces = [chunk.piece for chunk in chunks[first : first + _PIECES_AT_ONCE]]
             end = start + sum(piece.nbytes for piece in pieces)
             scatter(memories[first : first + _PIECES_AT_ONCE], pieces, buffer[start:end])
             start = end
 
-    def _write_one(
-        self, chunk: Chunk, placement: Placement, buffer: torch.Tensor, before_write: BeforeWrite
-    ) -> None:
-        for place in placement.direct:
-            before_write()
-            scatter([self._memory(place)], [chunk.piece], buffer)
-        for items in placement.itemwise:
-            before_write()
-            assert self.local is not None, "only local tensors are written item by item"
-            theirs, ours = self.manifest.tensors[items.incoming], self.local.manifest.tensors[items.local]
-            memory = self.local.memories[ours.storage]
-            write_items(buffer, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
-
     def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
-        """Hash the received chunks of a message.
-
-        Raises:
-            StateError: memory of the local state was freed.
-        """
-        sizes = [chunk.nbytes for chunk in self.plan.chunks_of(message)]
-        self._digests.update(zip(range(message.first, message.end), digests(buffer, sizes), strict=True))
+        """Hash the received chunks of a message."""
+        digests = digest_pieces(buffer, [chunk.nbytes for chunk in self.plan.chunks_of(message)])
+        self._digests.update(enumerate(digests, message.first))
 
     def verify(self, first: int, expected: Sequence[int]) -> None:
         """Compare the digests of received chunks, from the chunk `first` on, with those of the sender."""
@@ -193,29 +152,18 @@ class Sink:
             matches = self._digests.pop(number, None) == digest
             self._states[number] = ChunkState.WHOLE if matches else ChunkState.DAMAGED
 
-    def mark_written(self, message: Message) -> None:
-        """Count the chunks of a message as written, perhaps partly."""
-        self._mark(message, ChunkState.WRITTEN)
+    def mark(self, first: int, end: int, state: ChunkState) -> None:
+        """Set the state of the chunks from `first` to `end`."""
+        self._states[first:end] = bytes([state]) * (end - first)
 
-    def accept(self, message: Message) -> None:
-        """Count the chunks of a message as whole without verification."""
-        self._mark(message, ChunkState.WHOLE)
-
-    def mark_damaged(self, first: int, end: int) -> None:
-        """Count chunks as damaged, because their digests did not arrive."""
-        self._states[first:end] = bytes([ChunkState.DAMAGED]) * (end - first)
-
-    def _mark(self, message: Message, state: ChunkState) -> None:
-        self._states[message.first : message.end] = bytes([state]) * (message.end - message.first)
+    def unmark_whole(self) -> None:
+        """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
+        self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
     def damaged_paths(self) -> list[str]:
         """Return the paths of the leaves that have bytes in damaged chunks."""
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
         return paths_of(self.manifest, self.plan, damaged)
-
-    def unmark_whole(self) -> None:
-        """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
-        self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
@@ -233,11 +181,7 @@ class Sink:
             target.copy_(reread(received, theirs, ours))
 
     def scratch(self, storage: int) -> Memory:
-        """Return the scratch memory of an incoming storage.
-
-        Raises:
-            StateError: there is not enough memory.
-        """
+        """Return the scratch memory of an incoming storage; raises StateError if there is not enough."""
         if storage not in self._scratch:
             nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
@@ -246,14 +190,11 @@ class Sink:
 
     def increment_versions(self) -> None:
         """Increment the version counters of written local tensors: the writes bypassed autograd."""
-        if self.local is None:
-            return
-        tensors: Sequence[torch.Tensor] = self.local.tensors
-        if len(self.written) < len(tensors):
-            tensors = [tensors[number] for number in self.written]
-        if self.local.uncounted:
-            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        torch.autograd.graph.increment_version(tensors)
+        if self.local is not None:
+            tensors = [self.local.tensors[number] for number in self.written]
+            if self.local.uncounted:
+                tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            torch.autograd.graph.increment_version(tensors)
 
     def _memory(self, place: Direct) -> Memory:
         if self.fresh is not None:
@@ -267,3 +208,104 @@ class Sink:
 def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:
     _, placement = pair
     return len(placement.direct) == 1 and not placement.itemwise
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an incoming state goes: `sink` takes its chunks, then `assemble` returns the state.
+
+    `dropped`, `fresh` and `kept` list the paths that only one side has, as in a Report.
+    """
+
+    sink: Sink
+    assemble: Callable[[], object]
+    dropped: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+def target_in_new_memory(
+    incoming: EncodedManifest, plan: Plan, context: RebuildContext, workspace: Workspace
+) -> Target:
+    """Allocate fresh memory for an incoming state; raises StateMismatch if it has a shard of another rank."""
+    prepared = workspace.prepare(incoming, context)
+    manifest = incoming.manifest
+    _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
+    fresh = FreshMemory(manifest, HugePages(time.perf_counter))
+    # Packed tensors are allocated when they arrive, many at once.
+    for storage in plan.unpacked_storages():
+        fresh.memory(storage)
+    return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh, context))
+
+
+def target_in_place(
+    incoming: EncodedManifest,
+    plan: Plan,
+    local: Description,
+    context: RebuildContext,
+    workspace: Workspace,
+    *,
+    strict: bool,
+    extra: Extra,
+) -> Target:
+    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit."""
+    manifest = incoming.manifest
+    if extra != "drop":
+        prepared = workspace.prepare(incoming, context)
+    comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra)
+    mismatches = list(comparison.mismatches)
+    fresh_leaves: set[int] = set()
+    if extra == "fresh":
+        fresh_leaves = {leaf for _, leaf in comparison.incoming_only}
+        fresh_leaves -= tied_to_local(manifest, comparison).keys()
+        mismatches += misfits(manifest, sorted(fresh_leaves), context)
+    _raise_if_any(mismatches, comparison.hints)
+    paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
+    if extra == "drop":
+        # Dropped leaves may have types that this process does not know.
+        prepared = workspace.prepare(incoming, context, only=paired_leaves)
+    fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
+    if comparison.identical:
+        tree = prepared
+        sink = Sink(manifest, plan, local=local, written=range(len(local.tensors)))
+    else:
+        tree = choose_result_tree(prepared, local.manifest, strict=strict, extra=extra)
+        pairs = tensor_pairs(manifest, local.manifest, comparison.pairs)
+        sink = Sink(
+            manifest,
+            plan,
+            place_in_local_state(plan.extents, manifest, local.manifest, pairs, fresh_tensors),
+            local=local,
+            written={pair.local for pair in pairs},
+            paired={pair.path for pair in comparison.pairs},
+        )
+    # Before anything is written, so that a lack of memory leaves the local state unchanged.
+    fresh_storages = {manifest.tensors[number].storage for number in fresh_tensors}
+    check_room(sum(manifest.storages[storage] for storage in fresh_storages), "the fresh tensors")
+    for storage in fresh_storages:
+        sink.scratch(storage)
+
+    def assemble() -> object:
+        sink.copy_from_scratch()
+        return assemble_in_place(prepared, local, comparison, tree, context, sink.scratch)
+
+    incoming_only = tuple(format_path(path) for path, _ in comparison.incoming_only)
+    return Target(
+        sink,
+        assemble,
+        dropped=incoming_only if extra == "drop" else (),
+        fresh=incoming_only if extra == "fresh" else (),
+        kept=tuple(format_path(path) for path, _ in comparison.local_only),
+    )
+
+
+_SHARD_HINT = (
+    "a rank only receives the shard of its own position: receive from the rank that holds the same shard, or "
+    "send full_tensor()"
+)
+
+
+def _raise_if_any(mismatches: Sequence[Mismatch], hints: Sequence[str] = ()) -> None:
+    if mismatches:
+        is_other_shard = any(each.what.startswith("position") for each in mismatches)
+        raise StateMismatch(mismatches, hints=[*hints, _SHARD_HINT] if is_other_shard else hints)

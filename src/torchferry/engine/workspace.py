@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -58,51 +58,38 @@ class Workspace:
         return replace(description, manifest=self.encode(description.manifest).manifest)
 
     def decode(self, data: bytes) -> tuple[Frame, EncodedManifest]:
-        """Decode a frame, except for its manifest if that is kept.
+        """Decode a frame, except for its manifest if that is kept; raises BadManifest if it is malformed."""
 
-        Raises:
-            BadManifest: the frame is malformed.
-        """
-        frame = codec.decode(data, self._decode_manifest)
+        def decode_manifest(data: bytes) -> Manifest:
+            key = ("manifest", data)
+            return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
+
+        frame = codec.decode(data, decode_manifest)
         return frame, self.encode(frame.manifest)
 
-    def _decode_manifest(self, data: bytes) -> Manifest:
-        key = ("manifest", data)
-        return self._get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
-
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
-        """Plan a transfer as `make_plan` does, with the same arguments after the manifest.
-
-        Raises:
-            TooIrregular: views overlap in a pattern too irregular to list.
-            TooManyMessages: the plan has too many messages.
-        """
+        """Plan a transfer as `make_plan` does, with the same arguments after the manifest."""
         # Only the tensors matter: a plan is kept while values, such as a step, change.
         key = ("plan", codec.pack(encoded.manifest.tensors), sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
 
-    def prepare(self, encoded: EncodedManifest, context: RebuildContext) -> Prepared:
-        """Prepare a manifest as `tensors.assemble.prepare` does.
+    def prepare(
+        self, encoded: EncodedManifest, context: RebuildContext, only: Collection[int] | None = None
+    ) -> Prepared:
+        """Prepare a manifest as `tensors.assemble.prepare` does. With `only`, nothing is kept."""
+        if only is not None:
+            return prepare(encoded.manifest, context, only=only)
+        return self._get(("prepared", encoded.data, context), lambda: prepare(encoded.manifest, context))
 
-        Raises:
-            PeerError: this process can't build the state.
-        """
-        # Values belong to the caller that receives them, and are decoded anew each time.
-        return self._get(
-            ("prepared", encoded.data, context),
-            lambda: prepare(encoded.manifest, context),
-            keep=lambda prepared: not prepared.values,
-        )
-
-    def _get(
-        self, key: tuple[object, ...], make: Callable[[], T], keep: Callable[[T], bool] = lambda made: True
-    ) -> T:
+    def _get(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return cast(T, self._entries[key])
         made = make()
-        if _key_bytes(key) <= _MAX_KEY_BYTES and keep(made):
+        # Values belong to the caller that receives them, and are decoded anew each time.
+        has_values = isinstance(made, Prepared) and made.values
+        if _key_bytes(key) <= _MAX_KEY_BYTES and not has_values:
             with self._lock:
                 if key not in self._entries:
                     self._nbytes += _key_bytes(key)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Literal, Protocol
 
 import torch
@@ -68,7 +69,8 @@ class Link:
     buffer of a receive has the size of the message, or more if the link `sends_short`.
     """
 
-    rank = 0
+    rank: int | None = 0
+    """This process's rank, if it is known."""
     device = torch.device("cpu")
     """The device of staging buffers."""
     sends_short = False
@@ -106,9 +108,10 @@ class Link:
         raise NotImplementedError
 
     def close(self, peer: int) -> None:
-        """End everything that is pending with a peer, if the backend can: waits end, no more bytes arrive.
+        """Close the connection to a peer, if the backend can: waits end, no more bytes arrive.
 
-        The peer notices. The link can't be used afterwards. Never raises, and does not wait.
+        A backend may close all connections of this rank in its group, as gloo does. So the link can't be used
+        with any peer afterwards. The peers notice. Never raises, and does not wait.
         """
         raise NotImplementedError
 
@@ -116,26 +119,23 @@ class Link:
         """Return an identifier for a transfer that this process sends."""
         with self._shared.lock:
             self._shared.serial += 1
-            return TransferId(self.rank, self._shared.serial, os.urandom(NONCE_BYTES))
+            return TransferId(self.rank or 0, self._shared.serial, os.urandom(NONCE_BYTES))
 
     def channel(self, peer: int, transfer: TransferId) -> Channel:
         """Open the channel of one transfer to or from a peer."""
         slot = (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
-        return Channel(self, peer, _FIRST_MESSAGE_TAG + slot * _POSITIONS, _POSITIONS, transfer.nonce)
+        first = _FIRST_MESSAGE_TAG + slot * _POSITIONS
+        return Channel(self, peer, cycle(range(first, first + _POSITIONS)), transfer.nonce)
 
     @contextmanager
     def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator[Channel]:
-        """Hold the channel of the frames to or from a peer: a length and a frame for each transfer.
-
-        Raises:
-            LinkTimeout: another transfer held the channel for `timeout_s`.
-        """
+        """Hold the channel of lengths and frames; raises LinkTimeout if another transfer holds it."""
         with self._shared.lock:
             lock = self._shared.frame_locks.setdefault((way, peer), threading.Lock())
         if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise LinkTimeout(f"another transfer with rank {peer} did not start in time", peer=peer)
         try:
-            yield Channel(self, peer, LENGTH_TAG, 2)
+            yield Channel(self, peer, cycle((LENGTH_TAG, FRAME_TAG)))
         finally:
             lock.release()
 
@@ -150,11 +150,7 @@ class Link:
             self._shared.kept.pop(peer, None)
 
     def check_usable(self) -> None:
-        """Refuse to be used after a failed transfer.
-
-        Raises:
-            GroupBroken: a transfer failed, and its messages may still arrive.
-        """
+        """Raise GroupBroken if a transfer failed: its messages may still arrive."""
         if self._shared.broken is not None:
             raise GroupBroken(
                 "an earlier transfer on this process group failed, and its messages may still arrive: create "
@@ -171,43 +167,26 @@ class Link:
 
 @dataclass
 class Channel:
-    """Messages to or from one peer, in order. Their tags count up from `tag` and repeat after `count`."""
+    """Messages to or from one peer, in order. Each has the next of `tags`."""
 
     link: Link
     peer: int
-    tag: int
-    count: int
+    tags: Iterator[int]
     nonce: bytes = b""
-    _position: int = 0
 
     def send(self, buffer: torch.Tensor) -> Pending:
-        """Start to send the next message.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-        return self.link.send(buffer, self.peer, self._next_tag())
+        """Start to send the next message; raises LinkBroken if the connection is gone."""
+        return self.link.send(buffer, self.peer, next(self.tags))
 
     def recv(self, buffer: torch.Tensor) -> Pending:
-        """Start to receive the next message.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-        return self.link.recv(buffer, self.peer, self._next_tag())
-
-    def _next_tag(self) -> int:
-        self._position += 1
-        return self.tag + (self._position - 1) % self.count
+        """Start to receive the next message; raises LinkBroken if the connection is gone."""
+        return self.link.recv(buffer, self.peer, next(self.tags))
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the peer that no more messages follow. `expected` has the sizes of those that it expects.
 
         The abort takes the place of the next message that is long enough. Messages before it are sent as
         zeros. If none is long enough, nothing is sent: the zeros would pass for the state.
-
-        Raises:
-            LinkBroken: the connection is gone.
         """
         place = next((place for place, nbytes in enumerate(expected) if nbytes >= ABORT_BYTES), None)
         if place is None or not self.link.sends_short:
@@ -216,11 +195,7 @@ class Channel:
         return [self.send(to_buffer(message, self.link.device)) for message in messages]
 
     def raise_if_aborted(self, head: bytes) -> None:
-        """Check whether a received message is an abort, given its first ABORT_BYTES.
-
-        Raises:
-            PeerGaveUp: it is.
-        """
+        """Raise PeerGaveUp if a received message is an abort, given its first ABORT_BYTES."""
         failed_rank = decode_abort(head, self.nonce)
         if failed_rank is not None:
             whose = "its own" if failed_rank == self.peer else f"rank {failed_rank}'s"

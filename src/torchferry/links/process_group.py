@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 from torchferry.links.base import PROBE_TAG, Link, SharedState
 from torchferry.torch_internals import backend_name, backend_of
-
-T = TypeVar("T")
 
 _MAX_WAIT_S = 365 * 24 * 3600.0
 """Backends count nanoseconds in 64 bits. A wait of 300 years would overflow, and end at once."""
@@ -39,13 +37,9 @@ class ProcessGroupLink(Link):
         self.device = device
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
-        """This process's rank in the group; 0 if the group does not tell."""
-        return rank_in(self._group) or 0
-
-    def can_access(self, device: torch.device) -> bool:
-        """Return whether memory has the device type of the backend."""
-        return device.type == self.device.type
+    def rank(self) -> int | None:  # type: ignore[override]
+        """This process's rank in the group; None if the group does not tell."""
+        return rank_in(self._group)
 
     @property
     def sends_short(self) -> bool:  # type: ignore[override]
@@ -53,32 +47,20 @@ class ProcessGroupLink(Link):
         # Not cached: a wrapper may replace its group.
         return backend_name(backend_of(innermost(self._group), self.device)) == "gloo"
 
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to send a message.
+    def can_access(self, device: torch.device) -> bool:
+        return device.type == self.device.type
 
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-        work = _translated(lambda: self._group.send([buffer], peer, tag), peer)
-        return Work(work, peer, buffer, "receive the message")
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+        return _start(self._group.send, buffer, peer, tag, "receive the message")
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
-        """Start to receive a message.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
-        work = _translated(lambda: self._group.recv([buffer], peer, tag), peer)
-        return Work(work, peer, buffer, "send a message")
+        return _start(self._group.recv, buffer, peer, tag, "send a message")
 
     def check_peer(self, peer: int) -> None:
         """Post a receive that is never answered. Gloo raises if the connection is gone.
 
         Gloo does not report a peer that died in the middle of a message in any other way. Each call keeps a
         few bytes until the group ends.
-
-        Raises:
-            LinkBroken: the connection is gone.
         """
         if self.sends_short:
             self._probe(peer)
@@ -95,31 +77,53 @@ class ProcessGroupLink(Link):
     def _probe(self, peer: int) -> Work:
         # Some wrappers swallow errors, so this call bypasses them.
         buffer = torch.empty(1, dtype=torch.uint8, device=self.device)
-        work = _translated(lambda: innermost(self._group).recv([buffer], peer, PROBE_TAG), peer)
-        return Work(work, peer, buffer, "answer")
+        return _start(innermost(self._group).recv, buffer, peer, PROBE_TAG, "answer")
 
 
 @dataclass
 class Work:
-    """A message of a process group. It keeps the buffer alive, which gloo does not.
-
-    `expected` says what the peer has to do for it to complete.
-    """
+    """A message of a process group. It keeps the buffer alive, which gloo does not."""
 
     work: Any
     peer: int
     buffer: torch.Tensor
-    expected: str
+    expected: str  # what the peer has to do for it to complete
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the backend.
-
-        Raises:
-            LinkTimeout: it took longer than `timeout_s`.
-            LinkBroken: the connection is gone.
-        """
         timeout = timedelta(seconds=min(max(timeout_s, _MIN_WAIT_S), _MAX_WAIT_S))
-        _translated(lambda: self.work.wait(timeout), self.peer, self.expected)
+        with _translated(self.peer, self.expected):
+            self.work.wait(timeout)
+
+
+def _start(operation: Callable[..., Any], buffer: torch.Tensor, peer: int, tag: int, expected: str) -> Work:
+    with _translated(peer, "answer"):
+        return Work(operation([buffer], peer, tag), peer, buffer, expected)
+
+
+@contextmanager
+def _translated(peer: int, expected: str) -> Iterator[None]:
+    """Turn the exceptions of the backend into torchferry's."""
+    try:
+        yield
+    except LinkError:
+        raise
+    except (RuntimeError, OSError) as error:
+        # Without its source files and general advice.
+        text = re.sub(r"^\[/[^\]]*\]\s*", "", (str(error).strip().splitlines() or [repr(error)])[0])
+        text = text.partition(". This is typically caused by")[0]
+        if _CLOSED_BY_TIMEOUT in text:
+            raise LinkBroken(
+                f"this process has closed its connection to rank {peer}, because another wait on this group "
+                f"timed out ({text}): create a new process group",
+                peer=peer,
+            ) from error
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise LinkTimeout(f"rank {peer} did not {expected} in time ({text})", peer=peer) from error
+        raise LinkBroken(
+            f"the connection to rank {peer} is gone ({text}); this process group can't be used with it "
+            f"any more: create a new process group without rank {peer}",
+            peer=peer,
+        ) from error
 
 
 _shared: weakref.WeakKeyDictionary[object, SharedState] = weakref.WeakKeyDictionary()
@@ -143,15 +147,13 @@ def _shared_state(group: Any, device: torch.device) -> SharedState:
         return SharedState(lasting=lasting)
 
 
-_MAX_WRAPPERS = 16
-
-
 def innermost(group: Any) -> Any:
     """Return the group behind wrappers such as torchft's.
 
     A wrapper is a ProcessGroup subclass outside torch with another ProcessGroup as its `parent` or `_pg`.
     """
-    for _ in range(_MAX_WRAPPERS):
+    # A wrapper may wrap itself.
+    for _ in range(16):
         if not isinstance(group, dist.ProcessGroup) or _is_from_torch(group):
             break
         try:
@@ -188,33 +190,3 @@ def _number(group: Any, name: str) -> int | None:
     method = getattr(group, name, None)
     value = method() if callable(method) else None
     return value if isinstance(value, int) else None
-
-
-def _translated(call: Callable[[], T], peer: int, expected: str = "answer") -> T:
-    """Call the backend, and turn its exceptions into torchferry's."""
-    try:
-        return call()
-    except LinkError:
-        raise
-    except (RuntimeError, OSError) as error:
-        text = _message(error)
-        if _CLOSED_BY_TIMEOUT in text:
-            raise LinkBroken(
-                f"this process has closed its connection to rank {peer}, because another wait on this group "
-                f"timed out ({text}): create a new process group",
-                peer=peer,
-            ) from error
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            raise LinkTimeout(f"rank {peer} did not {expected} in time ({text})", peer=peer) from error
-        raise LinkBroken(
-            f"the connection to rank {peer} is gone ({text}); this process group can't be used with it "
-            f"any more: create a new process group without rank {peer}",
-            peer=peer,
-        ) from error
-
-
-def _message(error: Exception) -> str:
-    """Return a backend's message without its source files and general advice."""
-    lines = str(error).strip().splitlines() or [repr(error)]
-    text = re.sub(r"^\[/[^\]]*\]\s*", "", lines[0])
-    return text.partition(". This is typically caused by")[0]

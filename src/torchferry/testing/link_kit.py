@@ -6,6 +6,7 @@ threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -42,7 +43,7 @@ def check_link(*, timeout_s: float = 10.0) -> tuple[Callable[[Link, int], None],
         receive_two_transfers(link, peer, timeout_s)
         receive_many(link, peer, timeout_s)
         receive_abort(link, peer, timeout_s)
-        receive_nothing(link, peer)
+        receive_nothing(link, peer, timeout_s)
         close(link, peer)
 
     return sending, receiving
@@ -165,14 +166,26 @@ def receive_abort(link: Link, peer: int, timeout_s: float) -> None:
     assert not buffers[1][ABORT_BYTES:].any(), "an abort wrote more than its own bytes"
 
 
-def receive_nothing(link: Link, peer: int) -> None:
+def receive_nothing(link: Link, peer: int, timeout_s: float) -> None:
     """A wait for a message that is never sent raises LinkTimeout in time. It may break the link."""
     buffer = torch.zeros(10, dtype=torch.uint8, device=link.device)
-    try:
-        _channel(link, peer, 6).recv(buffer).wait(0.2)
-    except LinkTimeout:
-        return
-    raise AssertionError("a receive that is never answered did not raise LinkTimeout")
+    pending = _channel(link, peer, 6).recv(buffer)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pending.wait(0.2)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait, name="link-kit-wait", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), f"a wait with a timeout of 0.2 s did not end within {timeout_s:g} s"
+    assert raised, "a receive that is never answered did not raise LinkTimeout"
+    assert isinstance(raised[0], LinkTimeout), (
+        f"a receive that is never answered raised {raised[0]!r}, not LinkTimeout"
+    )
 
 
 def close(link: Link, peer: int) -> None:

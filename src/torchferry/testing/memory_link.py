@@ -23,7 +23,7 @@ class MemoryNetwork:
     def __init__(self) -> None:
         self.messages = 0
         self.nbytes = 0
-        self._boxes: defaultdict[_Address, deque[torch.Tensor]] = defaultdict(deque)
+        self._boxes: dict[_Address, deque[torch.Tensor]] = {}
         self._shared: defaultdict[int, SharedState] = defaultdict(SharedState)
         self._changed = threading.Condition()
         self._gone: set[int] = set()
@@ -56,7 +56,7 @@ class MemoryNetwork:
         """
         self.check(address[1])
         with self._changed:
-            self._boxes[address].append(buffer.clone())
+            self._boxes.setdefault(address, deque()).append(buffer.clone())
             self.messages += 1
             self.nbytes += buffer.nbytes
             self._changed.notify_all()
@@ -66,18 +66,28 @@ class MemoryNetwork:
 
         Raises:
             LinkTimeout: no message came in time.
-            LinkBroken: the sender was removed.
+            LinkBroken: the sender or the receiver was removed.
         """
+        sender, receiver, _ = address
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._boxes[address]) or address[0] in self._gone, timeout_s)
-            if self._boxes[address]:
-                return self._boxes[address].popleft()
-        self.check(address[0])
-        raise LinkTimeout(f"nothing came from rank {address[0]} in time", peer=address[0])
+            self._changed.wait_for(
+                lambda: address in self._boxes or sender in self._gone or receiver in self._gone, timeout_s
+            )
+            if receiver in self._gone:
+                raise LinkBroken(f"rank {receiver} has closed its link", peer=sender)
+            if address in self._boxes:
+                message = self._boxes[address].popleft()
+                if not self._boxes[address]:
+                    del self._boxes[address]
+                return message
+        self.check(sender)
+        raise LinkTimeout(f"nothing came from rank {sender} in time", peer=sender)
 
 
 class MemoryLink(Link):
     """One rank's end of a MemoryNetwork."""
+
+    rank: int
 
     def __init__(self, network: MemoryNetwork, rank: int, *, own_buffers: bool = False) -> None:
         super().__init__(network._shared[rank])
@@ -96,11 +106,11 @@ class MemoryLink(Link):
             LinkBroken: the peer is gone.
         """
         self._network.put((self.rank, peer, tag), buffer)
-        return Sent()
+        return CompletedSend()
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         """Return a message that is taken from the mailbox when it is waited for."""
-        return Receipt(self._network, (peer, self.rank, tag), buffer)
+        return PendingReceive(self._network, (peer, self.rank, tag), buffer)
 
     def check_peer(self, peer: int) -> None:
         """Check that the peer is in the network.
@@ -115,14 +125,14 @@ class MemoryLink(Link):
         self._network.close(self.rank)
 
 
-class Sent:
+class CompletedSend:
     """A message that is in its mailbox."""
 
     def wait(self, timeout_s: float) -> None:
         """Return at once."""
 
 
-class Receipt:
+class PendingReceive:
     """A message that a receive waits for."""
 
     def __init__(self, network: MemoryNetwork, address: _Address, buffer: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ from tests.support.links import FreeingLink
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink, target
-from torchferry.engine.digest import digests
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink
+from torchferry.engine.source import digest_pieces
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -217,9 +217,9 @@ def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseExce
         hashed[0] += 1
         if hashed[0] == number:
             raise error
-        return digests(buffer, sizes)
+        return digest_pieces(buffer, sizes)
 
-    monkeypatch.setattr(sink, "digests", fail)
+    monkeypatch.setattr(sink, "digest_pieces", fail)
 
 
 def test_a_foreign_error_during_the_payload_raises_target_torn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_failure_during_assembly_raises_target_torn(
     def fail(*_: object, **__: object) -> object:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(target, "assemble_in_place", fail)
+    monkeypatch.setattr(sink, "assemble_in_place", fail)
     local = {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(TargetTorn, match="MemoryError") as raised:
         receive(sent(STATE), local_state=lambda: local)

@@ -299,7 +299,7 @@ def test_a_peer_that_stalled_a_relay_receives_the_abort_when_it_continues() -> N
     state = {"w": torch.ones(3 << 20, dtype=torch.uint8)}
     send_state(ShortLink(network, 0), [1, 2], state, SendOptions(20, MAX_METADATA_BYTES, relay=True))
     relay = HoldingLink(network, 1, held=2)
-    options = ReceiveOptions(20, MAX_METADATA_BYTES, rank=1, stall_s=0.2, window_bytes=1 << 20)
+    options = ReceiveOptions(20, MAX_METADATA_BYTES, stall_s=0.2, window_bytes=1 << 20)
     received, report = receive_state(relay, 0, options)
     assert isinstance(received, dict)
     assert torch.equal(received["w"], state["w"])
@@ -307,4 +307,4 @@ def test_a_peer_that_stalled_a_relay_receives_the_abort_when_it_continues() -> N
     assert "stalled" in report.not_forwarded or "no message" in report.not_forwarded
     relay.released.set()
     with pytest.raises(PeerGaveUp, match="rank 1 aborted the transfer"):
-        receive_state(ShortLink(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES, rank=2))
+        receive_state(ShortLink(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES))

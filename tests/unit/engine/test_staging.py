@@ -19,7 +19,7 @@ from torchferry.engine import (
 from torchferry.errors import LinkTimeout
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
-from torchferry.testing.memory_link import Sent
+from torchferry.testing.memory_link import CompletedSend
 
 MiB = 1 << 20
 SEND = SendOptions(TIMEOUT_S, MAX_METADATA_BYTES)
@@ -63,7 +63,7 @@ class DroppingLink(MemoryLink):
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self.largest = max(self.largest, buffer.nbytes)
-        return Sent()
+        return CompletedSend()
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
         self.largest = max(self.largest, buffer.nbytes)
@@ -124,7 +124,7 @@ class FramesOnlyLink(MemoryLink):
     """Accepts only its own memory, and drops all but the length and the frame."""
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        return super().send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else Sent()
+        return super().send(buffer, peer, tag) if tag in (LENGTH_TAG, FRAME_TAG) else CompletedSend()
 
 
 def many_small() -> dict[str, torch.Tensor]:

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, ThreadRunner
-from torchferry.engine.progress import Cancellation, Progress
+from torchferry.engine.lanes import Lane, Progress, Runner
 
 
 def one_lane() -> Lane[Any]:
@@ -21,7 +19,7 @@ def one_lane() -> Lane[Any]:
         yield from ()
         return "done"
 
-    return Lane(Progress(1), Cancellation(), steps())
+    return Lane(Progress(1), steps())
 
 
 @contextmanager
@@ -56,14 +54,14 @@ def _nothing_is_collected() -> Iterator[None]:
 @pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("number", range(1, 40))
 def test_ctrl_c_at_any_line_of_a_sleep_raises_keyboard_interrupt_and_breaks_nothing(number: int) -> None:
-    runner, lane = ThreadRunner(), one_lane()
+    runner, lane = Runner(), one_lane()
     until_s = time.monotonic() + 0.01
     try:
         with ctrl_c_before_line(number):
             runner.sleep([lane], until_s)
     except KeyboardInterrupt:
         pass
-    runner.start(lane, Limits(time.monotonic() + 5.0))
+    runner.start(lane, time.monotonic() + 5.0)
     runner.sleep([lane], time.monotonic() + 5.0)
     assert lane.over, "the thread did not settle the lane"
     assert lane.value == "done"

@@ -17,8 +17,8 @@ from torchferry.links.process_group import ProcessGroupLink
 from torchferry.testing import MemoryLink, MemoryNetwork, check_link
 
 
-def run_kit_in_threads(sender: Link, receiver: Link) -> None:
-    sending, receiving = check_link(timeout_s=5)
+def run_kit_in_threads(sender: Link, receiver: Link, timeout_s: float = 5) -> None:
+    sending, receiving = check_link(timeout_s=timeout_s)
     with ThreadPoolExecutor(2) as threads:
         halves = [threads.submit(sending, sender, 1), threads.submit(receiving, receiver, 0)]
         for half in halves:
@@ -97,6 +97,19 @@ class LinkThatDoesNotClose(MemoryLink):
         raise AssertionError("close raised")
 
 
+class LinkWithoutTimeouts(MemoryLink):
+    """Waits as long as it takes."""
+
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
+        pending = super().recv(buffer, peer, tag)
+
+        class Endless:
+            def wait(self, timeout_s: float) -> None:
+                pending.wait(60)
+
+        return Endless()
+
+
 class LinkWithOneTransfer(MemoryLink):
     """Gives all transfers the same identifier."""
 
@@ -114,12 +127,13 @@ class LinkWithOneTransfer(MemoryLink):
         (OverwritingLink, "wrote more than its own bytes"),
         (LinkThatDoesNotClose, "close raised"),
         (LinkWithOneTransfer, "same serial number"),
+        (LinkWithoutTimeouts, "did not end within 1 s"),
     ],
 )
 def test_the_kit_finds_a_link_that_breaks_a_rule(broken: type[MemoryLink], complaint: str) -> None:
     network = MemoryNetwork()
     with pytest.raises(AssertionError, match=complaint):
-        run_kit_in_threads(broken(network, 0), broken(network, 1))
+        run_kit_in_threads(broken(network, 0), broken(network, 1), timeout_s=1)
 
 
 def test_a_wait_for_a_rank_that_left_the_network_fails() -> None:
@@ -130,3 +144,11 @@ def test_a_wait_for_a_rank_that_left_the_network_fails() -> None:
         waiting.wait(30)
     with pytest.raises(ConnectionError, match="rank 0 is gone"):
         network.link(1).send(torch.zeros(4, dtype=torch.uint8), 0, 5)
+
+
+def test_a_wait_of_a_rank_that_closes_its_link_ends() -> None:
+    link = MemoryNetwork().link(1)
+    waiting = link.recv(torch.zeros(4, dtype=torch.uint8), 0, 5)
+    link.close(0)
+    with pytest.raises(ConnectionError, match="rank 1 has closed its link"):
+        waiting.wait(30)

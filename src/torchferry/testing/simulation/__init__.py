@@ -5,6 +5,6 @@ processes that are stopped and killed, as the seed decides. The same seed gives 
 `scenario.simulate(seed)` runs one scenario and checks the rules that hold for all of them.
 """
 
-from torchferry.testing.simulation.scenario import Broken, simulate
+from torchferry.testing.simulation.scenario import CheckFailed, simulate
 
-__all__ = ["Broken", "simulate"]
+__all__ = ["CheckFailed", "simulate"]

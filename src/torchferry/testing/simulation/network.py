@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, deadline_passed
+from torchferry.engine.lanes import Lane, Runner, deadline_passed
+from torchferry.engine.relay import Until
 from torchferry.errors import FerryError, LinkBroken
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Link
 from torchferry.testing.simulation.world import Process, World
@@ -168,6 +168,7 @@ def _damaged(data: torch.Tensor, kind: str | None, world: World) -> torch.Tensor
 class SimulatedLink(Link):
     """The link of one rank."""
 
+    rank: int
     sends_short = True
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -212,21 +213,22 @@ class SimulatedLink(Link):
         self._network.close(self.rank)
 
 
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """Runs the steps of a simulated process's lanes by the world's clock."""
 
     def __init__(self, world: World, process: Callable[[], Process]) -> None:
+        super().__init__()
         self._world = world
         self._process = process
-        self._pending: dict[int, tuple[Lane[Any], Op, Limits]] = {}
+        self._pending: dict[int, tuple[Lane[Any], Op | Until, float]] = {}
 
     def now_s(self) -> float:
         """Return the simulated time."""
         return self._world.now_s
 
-    def start(self, lane: Lane[Any], limits: Limits) -> None:
+    def start(self, lane: Lane[Any], deadline_s: float) -> None:
         """Run the first step."""
-        self._advance(lane, limits, lambda: next(lane.steps))
+        self._advance(lane, deadline_s)
 
     def sleep(self, lanes: Sequence[Lane[Any]], until_s: float) -> None:
         """Run steps as messages complete, until a lane is over or `until_s` is reached."""
@@ -235,38 +237,37 @@ class SimulatedRunner:
                 pass
             if any(lane.over for lane in lanes) or self._world.now_s >= until_s:
                 return
-            deadlines = [limits.deadline_s for _, _, limits in self._pending.values()]
+            deadlines = [deadline_s for _, _, deadline_s in self._pending.values()]
             self._process().wait(min([until_s, *(d for d in deadlines if d > self._world.now_s)]))
 
-    def end(self, lanes: Sequence[Lane[Any]]) -> None:
+    def end(self) -> None:
         """Do nothing: there are no threads to end."""
 
     def _run_ready_lanes(self) -> bool:
         """Continue every lane that can run; return whether any did, because that may unblock others."""
         before = {number: op for number, (_, op, _) in self._pending.items()}
-        for lane, op, limits in list(self._pending.values()):
-            self._continue(lane, op, limits)
+        for lane, op, deadline_s in list(self._pending.values()):
+            self._continue(lane, op, deadline_s)
         return {number: op for number, (_, op, _) in self._pending.items()} != before
 
-    def _continue(self, lane: Lane[Any], op: Op, limits: Limits) -> None:
+    def _continue(self, lane: Lane[Any], pending: Op | Until, deadline_s: float) -> None:
         # A cancelled lane continues too, as its thread would: it sends an abort and ends.
-        if op.over and op.error is None:
-            self._advance(lane, limits, lambda: next(lane.steps))
-        elif op.over or self._world.now_s >= limits.deadline_s:
-            error = op.error or deadline_passed(lane.progress.peer)
-            self._advance(lane, limits, lambda: lane.steps.throw(error))
-
-    def _advance(self, lane: Lane[Any], limits: Limits, step: Callable[[], Any]) -> None:
-        try:
-            op = step()
-        except StopIteration as stop:
-            self._pending.pop(id(lane), None)
-            lane.settle(stop.value, None)
-        except Exception as error:
-            self._pending.pop(id(lane), None)
-            lane.settle(None, error)
+        if isinstance(pending, Until):
+            is_over, failure = pending.holds(), None
         else:
-            self._pending[id(lane)] = (lane, op, limits)
-            lane.progress.waiting_since_s = self._world.now_s
-            if op.over:
-                self._continue(lane, op, limits)
+            is_over, failure = pending.over, pending.error
+        if is_over:
+            self._advance(lane, deadline_s, failure)
+        elif self._world.now_s >= deadline_s:
+            self._advance(lane, deadline_s, deadline_passed(lane.progress.peer))
+
+    def _advance(self, lane: Lane[Any], deadline_s: float, failure: FerryError | None = None) -> None:
+        pending = lane.step(failure)
+        if pending is None:
+            self._pending.pop(id(lane), None)
+            return
+        assert isinstance(pending, (Op, Until)), "a simulated lane waits for the simulated network"
+        self._pending[id(lane)] = (lane, pending, deadline_s)
+        lane.progress.waiting_since_s = self._world.now_s
+        if pending.holds() if isinstance(pending, Until) else pending.over:
+            self._continue(lane, pending, deadline_s)

@@ -32,11 +32,11 @@ _RARELY = 0.05
 State = dict[str, Any]
 
 
-class Broken(AssertionError):
+class CheckFailed(AssertionError):
     """A check failed in a simulated transfer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """The parameters of a simulated transfer, drawn at random from a seed."""
 
@@ -45,7 +45,7 @@ class Scenario:
     relayed: bool
     packed: bool
     in_place: bool
-    ahead: bool
+    hashed_first: bool
     max_delay_s: float
     damages: tuple[Damage, ...]
     killed: tuple[int, float] | None
@@ -63,36 +63,45 @@ def make_scenario(seed: int) -> Scenario:
         chance.sample(("damage", "kill", "stop", "refuse", "change", "slow"), chance.choice((0, 1, 1, 1, 2)))
     )
     rank = chance.randrange(receivers + 1)
+    # The order of these arguments is part of what a seed means: each one draws from the same generator.
     return Scenario(
-        seed,
-        receivers,
-        receivers > 1 and chance.random() < 0.6,
-        chance.random() < 0.5,
-        chance.random() < 0.6,
-        chance.random() < 0.4,
-        _VERY_SLOW_S if "slow" in faults else chance.choice((0.0, 0.001, 0.02, 0.05)),
-        tuple(
-            Damage(chance.choice((0, 1, 2, 3, chance.randrange(60))), chance.choice(_DAMAGE))
-            for _ in range(chance.choice((1, 1, 2)))
-        )
-        if "damage" in faults
-        else (),
-        (rank, chance.choice((0.0, chance.random() * 0.1, chance.random() * 2)))
-        if "kill" in faults
-        else None,
-        (rank, chance.random() * 0.3, chance.choice((0.3, 2.0, _FOREVER_S))) if "stop" in faults else None,
-        "refuse" in faults,
-        chance.random() * 0.2 if "change" in faults else None,
+        seed=seed,
+        receivers=receivers,
+        relayed=receivers > 1 and chance.random() < 0.6,
+        packed=chance.random() < 0.5,
+        in_place=chance.random() < 0.6,
+        hashed_first=chance.random() < 0.4,
+        max_delay_s=_VERY_SLOW_S if "slow" in faults else chance.choice((0.0, 0.001, 0.02, 0.05)),
+        damages=_draw_damages(chance) if "damage" in faults else (),
+        killed=_draw_kill(chance, rank) if "kill" in faults else None,
+        stopped=_draw_stop(chance, rank) if "stop" in faults else None,
+        rejects="refuse" in faults,
+        changes_at_s=chance.random() * 0.2 if "change" in faults else None,
         # A generator of its own, so that the rest of a seed does not depend on it.
-        Random(-1 - seed).random() < _RARELY,
+        unsendable=Random(-1 - seed).random() < _RARELY,
     )
+
+
+def _draw_damages(chance: Random) -> tuple[Damage, ...]:
+    return tuple(
+        Damage(chance.choice((0, 1, 2, 3, chance.randrange(60))), chance.choice(_DAMAGE))
+        for _ in range(chance.choice((1, 1, 2)))
+    )
+
+
+def _draw_kill(chance: Random, rank: int) -> tuple[int, float]:
+    return rank, chance.choice((0.0, chance.random() * 0.1, chance.random() * 2))
+
+
+def _draw_stop(chance: Random, rank: int) -> tuple[int, float, float]:
+    return rank, chance.random() * 0.3, chance.choice((0.3, 2.0, _FOREVER_S))
 
 
 def simulate(seed: int) -> Counter[str]:
     """Run one scenario, check it, and count how its processes ended.
 
     Raises:
-        Broken: a check failed. The message has the seed, which replays the run exactly.
+        CheckFailed: a check failed. The message has the seed, which replays the run exactly.
     """
     scenario = make_scenario(seed)
     run = _Run(scenario)
@@ -100,7 +109,7 @@ def simulate(seed: int) -> Counter[str]:
     try:
         run.check()
     except AssertionError as error:
-        raise Broken(f"seed {seed}: {error}\n  {scenario}\n  {run.endings()}") from error
+        raise CheckFailed(f"seed {seed}: {error}\n  {scenario}\n  {run.endings()}") from error
     return run.endings()
 
 
@@ -147,11 +156,10 @@ class _Run:
             _MAX_METADATA_BYTES,
             relay=self.scenario.relayed,
             chunk_bytes=_CHUNK_BYTES,
-            relay_chunk_bytes=_CHUNK_BYTES,
             pack_from=2 if self.scenario.packed else _NEVER,
             window_bytes=_WINDOW_BYTES,
             in_place_window_bytes=_WINDOW_BYTES,
-            hash_first_bytes=1 << 20 if self.scenario.ahead else 0,
+            hash_first_bytes=1 << 20 if self.scenario.hashed_first else 0,
             runner=self._runner(0),
         )
         state = {**self.source, "hook": _unsendable} if self.scenario.unsendable else self.source
@@ -162,7 +170,6 @@ class _Run:
         options = ReceiveOptions(
             _TIMEOUT_S,
             _MAX_METADATA_BYTES,
-            rank=rank,
             members=range(self.scenario.receivers + 1),
             local_state=(lambda: target) if self.scenario.in_place or self.scenario.rejects else None,
             window_bytes=_WINDOW_BYTES,
@@ -239,13 +246,13 @@ class _Run:
         elif isinstance(error, TargetTorn):
             assert error.torn or error.whole, "TargetTorn, but no path is torn or whole"
             for name in error.untouched:
-                assert torch.equal(target[name], before[name]), (
+                assert same_bits(target[name], before[name]), (
                     f"{name} is listed as untouched, but was changed"
                 )
             for name in error.whole:
                 # The sender may have changed the tensor before it was sent.
-                sent = torch.equal(target[name], self.sent[name])
-                assert sent or (name == "w" and self.scenario.changes_at_s), (
+                sent = same_bits(target[name], self.sent[name])
+                assert sent or (name == "w" and self.scenario.changes_at_s is not None), (
                     f"{name} is listed as whole, but differs"
                 )
         else:
@@ -343,6 +350,14 @@ def clone(state: State) -> State:
 
 def same(one: State, two: State) -> bool:
     """Compare two states bit for bit."""
-    return list(one) == list(two) and all(
-        torch.equal(one[k], two[k]) if isinstance(one[k], torch.Tensor) else one[k] == two[k] for k in one
+    return list(one) == list(two) and all(same_bits(one[key], two[key]) for key in one)
+
+
+def same_bits(one: object, two: object) -> bool:
+    """Compare two leaves bit for bit: to torch.equal, 0.0 is -0.0, and a NaN differs from itself."""
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return type(one) is type(two) and one == two
+    same_kind = one.shape == two.shape and one.dtype == two.dtype
+    return same_kind and torch.equal(
+        *(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, two))
     )

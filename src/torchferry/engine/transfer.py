@@ -1,0 +1,167 @@
+"""What both ends of a transfer have: options, a deadline, phases, and a window of messages in flight."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from torchferry.core.manifest import Manifest
+from torchferry.core.outcome import paths_of
+from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Message, Plan
+from torchferry.core.push import DigestBlock
+from torchferry.core.watch import Limits
+from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout, PeerGaveUp
+from torchferry.links.base import Link, Pending
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How to transfer a state. `question`, about {peer}, is added to a timeout if the peer never answered."""
+
+    timeout_s: float
+    max_metadata_bytes: int
+    step: int | None = None
+    stall_s: float | None = None
+    verify: bool = True
+    window_bytes: int = WINDOW_BYTES
+    in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
+    question: str = ""
+    runner: Callable[[], Runner] = Runner
+
+
+OptionsT = TypeVar("OptionsT", bound=TransferOptions)
+
+
+class Transfer(Generic[OptionsT]):
+    """One transfer, with its deadline. It times its phases in real time."""
+
+    def __init__(self, name: str, link: Link, options: OptionsT, workspace: Workspace) -> None:
+        self._name = name
+        self._link = link
+        self._options = options
+        self._workspace = workspace
+        self._runner = options.runner()
+        self._deadline_s = self._runner.now_s() + options.timeout_s
+        self._content: tuple[Manifest, Plan] | None = None
+        self._phase = ""
+        self._seconds: dict[str, float] = {}
+        self._started = 0.0
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - self._runner.now_s(), 0.0)
+
+    def _enter_phase(self, phase: str) -> None:
+        if phase != self._phase:
+            self._finish_phase()
+            self._phase = phase
+            self._started = time.perf_counter()
+            logger.debug("%s: %s started", self._name, phase)
+
+    def _finish_phase(self, outcome: str = "complete") -> dict[str, float]:
+        """End the current phase, and return the seconds of each phase."""
+        if self._phase:
+            seconds = time.perf_counter() - self._started
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + seconds
+            logger.debug("%s: %s %s after %.6f s", self._name, self._phase, outcome, seconds)
+        return self._seconds
+
+    def _run_lanes(self, lanes: Sequence[Lane[Any]]) -> None:
+        run_lanes(self._link, lanes, Limits(self._deadline_s, self._options.stall_s), self._runner)
+
+    def _with_progress(self, error: FerryError, progress: Progress, phase: str) -> FerryError:
+        """Return an error with its peer, its phase, and how far the transfer got before the link failed."""
+        path, more = None, ""
+        is_failed_link = isinstance(error, (LinkError, PeerGaveUp)) and not isinstance(error, Corrupted)
+        if is_failed_link and self._content is not None:
+            manifest, plan = self._content
+            more = f"; {progress.bytes_done:,} of {progress.bytes_due:,} bytes done"
+            if plan.messages:
+                message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
+                path = next(iter(paths_of(manifest, plan, {message.first})), None)
+                more += f", last at {path}" if path else ""
+            if not progress.contacted:
+                more += " (the metadata was not sent)"
+        if isinstance(error, LinkTimeout):
+            if self._options.question and not progress.contacted:
+                more += f". {self._options.question.format(peer=progress.peer)}"
+            if not isinstance(error, LinkStalled):
+                more += f"{'' if more.endswith('?') else '.'} The timeout was {self._options.timeout_s:g} s"
+        return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)
+
+
+class InFlight(NamedTuple):
+    """A message that was started, and its memory: the state's own if `in_place`. A frame has no `item`."""
+
+    buffer: torch.Tensor
+    item: Message | DigestBlock | None = None
+    in_place: bool = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether the memory is a buffer of the staging pool."""
+        return isinstance(self.item, Message) and not self.in_place
+
+
+@dataclass(eq=False)
+class Window:
+    """A queue of messages in flight. `completed` is called with each message that completes.
+
+    Messages that are sent from or received into the tensors themselves take no extra memory. So up to
+    `max_bytes` may be in flight, but only `max_staged_bytes` that are not in place.
+    """
+
+    completed: Callable[[InFlight], None]
+    max_staged_bytes: int
+    max_bytes: int
+    _entries: deque[tuple[InFlight, Sequence[Pending]]] = field(default_factory=deque)
+    _staged_bytes: int = 0
+    _bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def has_room(self, nbytes: int, *, in_place: bool) -> bool:
+        """Return whether so many more bytes may be in flight. An empty window takes any message."""
+        if not self._entries:
+            return True
+        fits = in_place or self._staged_bytes + nbytes <= self.max_staged_bytes
+        return fits and self._bytes + nbytes <= self.max_bytes
+
+    def add(self, message: InFlight, *pending: Pending) -> None:
+        """Add a message that was just started."""
+        self._entries.append((message, pending))
+        self._bytes += message.buffer.nbytes
+        self._staged_bytes += 0 if message.in_place else message.buffer.nbytes
+
+    def pop(self) -> Steps[InFlight]:
+        """Wait for the oldest message and return it; raises LinkError if it failed."""
+        message, pending = self._entries[0]
+        yield from pending
+        self._entries.popleft()
+        self._bytes -= message.buffer.nbytes
+        self._staged_bytes -= 0 if message.in_place else message.buffer.nbytes
+        return message
+
+    def complete_oldest(self) -> Steps[None]:
+        """Wait for the oldest message, and hand it to `completed`."""
+        self.completed((yield from self.pop()))
+
+    def make_room(self, nbytes: int, *, in_place: bool) -> Steps[None]:
+        """Wait until so many more bytes may be in flight."""
+        while not self.has_room(nbytes, in_place=in_place):
+            yield from self.complete_oldest()
+
+    def complete_all(self) -> Steps[None]:
+        """Wait for all messages."""
+        while self:
+            yield from self.complete_oldest()
