@@ -22,7 +22,7 @@ from _pytest.mark import ParameterSet
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
 from tests.hostile.attacks.base import ATTACKS, Attack, framed
 from torchferry.compat import decode_pickled
-from torchferry.core.codec import Frame, decode, encode_manifest, is_frame, pack
+from torchferry.core.codec import Frame, decode, encode_manifest, encode_value, is_frame
 from torchferry.core.manifest import FORM, Special
 from torchferry.core.plan import Plan
 from torchferry.core.push import MAX_METADATA_BYTES, TransferId
@@ -244,7 +244,7 @@ of thirty-two bytes."""
 
 def _form(field: bytes, items: bytes, kind: bytes) -> bytes:
     form = b"\x81" + bytes([0xA0 + len(field)]) + field + items
-    return trees.with_leaf(pack(Special(FORM, form)), pack(Special(FORM, form)), kind)
+    return trees.with_leaf(encode_value(Special(FORM, form)), encode_value(Special(FORM, form)), kind)
 
 
 PLACES: dict[str, Callable[[bytes], bytes]] = {
@@ -260,7 +260,7 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "traits": lambda items: trees.with_leaf(b"\xc0", items),
     **{
         f"a value of code {code}": lambda items, code=code: trees.with_leaf(  # type: ignore[misc]
-            b"\xc0", pack(Special(code, items))
+            b"\xc0", encode_value(Special(code, items))
         )
         for code in (16, 17, 18, 19, 20, 32, 40, 41)
     },

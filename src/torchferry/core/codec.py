@@ -10,7 +10,7 @@ A frame is
 A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
 MessagePack of Refusal.
 
-Values that MessagePack lacks are Specials, which stay encoded until `unpack` is called. Decoding checks
+Values that MessagePack lacks are Specials, which stay encoded until `decode_value` is called. Decoding checks
 types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty times
 its length in memory, because every field has a type and no type lets one byte become a container.
 """
@@ -94,16 +94,16 @@ _refusal_decoder = Decoder(Refusal)
 _view_decoder = Decoder(memoryview)
 
 
-def pack(value: object) -> bytes:
+def encode_value(value: object) -> bytes:
     """Encode a payload: wire values, and lists, maps and records of them.
 
-    >>> unpack(pack([1, 2]), Decoder(tuple[int, ...]))
+    >>> decode_value(encode_value([1, 2]), Decoder(tuple[int, ...]))
     (1, 2)
     """
     return _encoder.encode(value)
 
 
-def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
+def decode_value(data: bytes | memoryview, decoder: Decoder[T]) -> T:
     """Decode data of a peer with the decoder of its type.
 
     Raises:
@@ -115,13 +115,13 @@ def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
         raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
 
 
-def payload_of(value: Special | Nested) -> bytes | memoryview:
+def data_of(value: Special | Nested) -> bytes | memoryview:
     """Return the encoded payload of a Special, or of a Special inside another.
 
     Raises:
         BadManifest: the payload is not bytes.
     """
-    return value.data if type(value) is Special else unpack(value.data, _view_decoder)
+    return value.data if type(value) is Special else decode_value(value.data, _view_decoder)
 
 
 def encode_manifest(manifest: Manifest) -> EncodedManifest:
@@ -151,7 +151,7 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         BadManifest: it is malformed, or refers to something that does not exist.
     """
-    manifest = unpack(data, _manifest_decoder)
+    manifest = decode_value(data, _manifest_decoder)
     validate(manifest)
     return manifest
 
@@ -162,7 +162,7 @@ def decode(data: bytes, decode_manifest: Callable[[bytes], Manifest] = decode_ma
     Raises:
         BadManifest: it has another version, or it is malformed.
     """
-    body = unpack(_without_preamble(data), _body_decoder)
+    body = decode_value(_without_preamble(data), _body_decoder)
     if not ITEM_BYTES <= body.chunk_bytes <= MAX_CHUNK_BYTES:
         raise BadManifest(
             f"the chunk size is {body.chunk_bytes} bytes; {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
@@ -196,7 +196,7 @@ def decode_refusal(data: bytes) -> Refusal | None:
     """
     if not data.startswith(REFUSAL_MAGIC):
         return None
-    refusal = unpack(_without_preamble(data), _refusal_decoder)
+    refusal = decode_value(_without_preamble(data), _refusal_decoder)
     reason = refusal.reason[:_MAX_REASON_CHARACTERS]
     return Refusal("".join(char if char.isprintable() else " " for char in reason), refusal.step)
 

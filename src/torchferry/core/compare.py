@@ -25,15 +25,11 @@ PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, st
 
 
 class Pair(NamedTuple):
-    """A path that both states have, and the number of its leaf in each."""
+    """A path that both states have, and the numbers of its leaf, or of one of its tensors, in each."""
 
     path: Path
     incoming: int
     local: int
-
-
-TensorPair: TypeAlias = Pair
-"""A path, the number of an incoming tensor, and the number of the local tensor that receives it."""
 
 
 class Comparison(NamedTuple):
@@ -140,16 +136,16 @@ def _compare_containers(
             yield Mismatch(format_path(path), "one side has a container, the other a value", *sides)
 
 
-def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[TensorPair]:
+def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[Pair]:
     """List the tensors of paired leaves that fit."""
-    found: list[TensorPair] = []
+    found: list[Pair] = []
     for path, theirs, ours in pairs:
         parts = zip(incoming.leaves[theirs].parts, local.leaves[ours].parts, strict=False)
-        found += [TensorPair(path, *numbers) for numbers in parts]
+        found += [Pair(path, *numbers) for numbers in parts]
     return found
 
 
-def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
+def can_copy_as_block(incoming: TensorSpec, local: TensorSpec) -> bool:
     """Return whether the bytes of one tensor can be copied to the other as a block."""
     return (
         incoming.itemsize == local.itemsize
@@ -208,7 +204,7 @@ def _compare_leaves(
             yield "metadata", *show_difference(str(theirs.fixed), str(ours.fixed))
         return
     for a, b in specs:
-        if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
+        if not can_copy_as_block(a, b) and overlaps_itself(_without_common_expansion(a, b)):
             what = "items of the local tensor share memory that items of the incoming tensor do not share"
             yield what, f"strides {list(a.stride)}", f"strides {list(b.stride)}"
 
@@ -222,11 +218,11 @@ def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> Tensor
 
 def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
     """Find local bytes that would receive two different values."""
-    by_storage: defaultdict[int, dict[object, list[TensorPair]]] = defaultdict(dict)
+    by_storage: defaultdict[int, dict[object, list[Pair]]] = defaultdict(dict)
     for pair in tensor_pairs(incoming, local, pairs):
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
-    for groups in (list(by_movement.values()) for by_movement in by_storage.values()):
+        by_storage[ours.storage].setdefault(_write_key(theirs, ours), []).append(pair)
+    for groups in (list(by_key.values()) for by_key in by_storage.values()):
         try:
             if len(groups) > 1:
                 yield from _find_conflicts_between(groups, local)
@@ -235,16 +231,16 @@ def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) 
             yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
 
 
-def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
+def _find_conflicts_between(groups: Sequence[Sequence[Pair]], local: Manifest) -> Iterator[Mismatch]:
     """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
     used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
     unions = [union([extent for pair in group for extent in used[pair.local]]) for group in groups]
     if are_disjoint([extent for extents in unions for extent in extents]):
         return
-    earlier: list[TensorPair] = []
+    earlier: list[Pair] = []
     budget = Budget()
 
-    def clashes(pair: TensorPair, other: TensorPair) -> bool:
+    def clashes(pair: Pair, other: Pair) -> bool:
         budget.spend(1)
         return not are_disjoint(used[pair.local] + used[other.local], budget)
 
@@ -259,13 +255,13 @@ def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manif
         earlier += group
 
 
-def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
+def _write_key(incoming: TensorSpec, local: TensorSpec) -> object:
     """Return a key such that tensors of equal keys write equal values to the local bytes that they share.
 
     If the layouts are equal, the key is the incoming storage and the difference of the offsets. Otherwise it
     also has the sorted strides of both sides: tied weights may be transposes of each other.
     """
-    if same_layout(incoming, local):
+    if can_copy_as_block(incoming, local):
         return incoming.storage, local.offset - incoming.offset
     steps = sorted(
         (theirs, ours, count)

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
     untouched: tuple[str, ...]
 
 
-def outcome(
+def outcome_of(
     manifest: Manifest,
     plan: Plan,
     chunks: Sequence[int],

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from torchferry.core.compare import TensorPair, same_layout
+from torchferry.core.compare import Pair, can_copy_as_block
 from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
@@ -55,28 +55,28 @@ class Placement(Struct, frozen=True, gc=False):
 class Placements(NamedTuple):
     """A placement for each extent of the plan, and the tensors to copy from scratch memory at the end.
 
-    If `same_layout`, storages and offsets are those of the sender, and `by_extent` is empty.
+    If `identical`, storages and offsets are those of the sender, and `by_extent` is empty.
     """
 
     by_extent: tuple[Placement, ...]
-    via_scratch: tuple[TensorPair, ...] = ()
-    same_layout: bool = False
+    via_scratch: tuple[Pair, ...] = ()
+    identical: bool = False
 
     def of(self, chunk: Chunk) -> Placement:
         """Return the placement of a chunk."""
-        if self.same_layout:
+        if self.identical:
             return Placement((Direct(chunk.piece.storage, 0),))
         return self.by_extent[chunk.extent]
 
 
-SAME_LAYOUT = Placements((), same_layout=True)
+IDENTICAL = Placements((), identical=True)
 
 
 def place_in_local_state(
     extents: Sequence[Extent],
     incoming: Manifest,
     local: Manifest,
-    pairs: Sequence[TensorPair],
+    pairs: Sequence[Pair],
     fresh: Collection[int] = (),
 ) -> Placements:
     """Place every extent in the local tensors that are paired with the incoming ones.
@@ -91,11 +91,11 @@ def place_in_local_state(
         footprints = [footprint(spec) for spec in incoming.tensors]
     except TooIrregular as error:
         raise BadManifest(f"the incoming views overlap in too irregular a pattern ({error})") from None
-    pairs_of: defaultdict[int, list[TensorPair]] = defaultdict(list)
+    pairs_of: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         pairs_of[pair.incoming].append(pair)
     placements: list[Placement] = []
-    via_scratch: dict[TensorPair, None] = {}
+    via_scratch: dict[Pair, None] = {}
     for extent, tensors in zip(extents, tensors_of, strict=True):
         covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         paired = [pair for tensor in tensors for pair in pairs_of[tensor]]
@@ -120,20 +120,20 @@ def place_in_local_state(
 
 
 def _direct_places(
-    pairs: Sequence[TensorPair],
+    pairs: Sequence[Pair],
     tensors: Sequence[int],
     covering: set[int],
     incoming: Manifest,
     local: Manifest,
-) -> dict[Direct, list[TensorPair]]:
+) -> dict[Direct, list[Pair]]:
     """Find where an extent can be copied as a whole, and the pairs that each copy completes.
 
     The pairs of one place must cover the extent: one of them alone, or all tensors in it together.
     """
-    places: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
+    places: defaultdict[Direct, list[Pair]] = defaultdict(list)
     for pair in pairs:
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        if same_layout(theirs, ours):
+        if can_copy_as_block(theirs, ours):
             places[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
     moved = {place: {pair.incoming for pair in members} for place, members in places.items()}
     return {p: places[p] for p in places if moved[p] & covering or moved[p] == set(tensors)}

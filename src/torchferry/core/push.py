@@ -106,10 +106,10 @@ class TransferId(NamedTuple):
 class Route(Struct, frozen=True, array_like=True):
     """Where one receiver gets the payload from, and which receiver it forwards the payload to.
 
-    `before` lists the receivers between the sender and `source`, the nearest to `source` first.
+    `before` lists the receivers between the sender and `upstream`, the nearest to `upstream` first.
     """
 
-    source: Count
+    upstream: Count
     next: Count | None = None
     before: tuple[Count, ...] = ()
 
@@ -118,7 +118,7 @@ def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
     """Return the route of each receiver if they forward to each other in the given order.
 
     >>> chain(0, [4, 2])
-    {4: Route(source=0, next=2, before=()), 2: Route(source=4, next=None, before=())}
+    {4: Route(upstream=0, next=2, before=()), 2: Route(upstream=4, next=None, before=())}
     """
     routes: dict[int, Route] = {}
     passed = [origin]  # the nearest to the receiver first

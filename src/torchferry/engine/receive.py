@@ -250,13 +250,13 @@ class _Receive:
             BadManifest: the route has a rank that is not in the group, or has a rank twice.
         """
         route, members = frame.route or Route(self._peer), self._options.members
-        others = [rank for rank in (route.source, route.next, *route.before) if rank is not None]
+        others = [rank for rank in (route.upstream, route.next, *route.before) if rank is not None]
         outside = members is not None and any(rank not in members for rank in others)
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
         if outside or repeated or self._options.rank in others:
             raise BadManifest(
-                f"the route of the payload is invalid: from rank {route.source}, through {route.before}, to "
-                f"rank {route.next}"
+                f"the route of the payload is invalid: from rank {route.upstream}, through {route.before}, "
+                f"to rank {route.next}"
             )
         return route
 
@@ -294,8 +294,9 @@ class _Receive:
 
         Returns why they were not forwarded, or None.
         """
-        source, next_rank, window_bytes = self._route.source, self._route.next, self._options.window_bytes
-        self._progress = Progress(source, plan.payload_bytes)
+        upstream, next_rank = self._route.upstream, self._route.next
+        window_bytes = self._options.window_bytes
+        self._progress = Progress(upstream, plan.payload_bytes)
         cancellation = Cancellation()
         relay: Relay | None = None
         forwarding: Lane[None] | None = None
@@ -309,7 +310,7 @@ class _Receive:
             forwarding = Lane(onward, Cancellation(), relay.steps(), lambda _: stop(self._own_rank))
         payload = PayloadReceiver(
             self._link,
-            self._link.channel(source, frame.transfer),
+            self._link.channel(upstream, frame.transfer),
             frame,
             plan,
             sink,
@@ -349,13 +350,13 @@ class _Receive:
         """Return the rank that caused an error of this receive."""
         if isinstance(error, PeerGaveUp) and error.failed_rank is not None:
             return error.failed_rank
-        return self._route.source if isinstance(error, LinkError) else self._own_rank
+        return self._route.upstream if isinstance(error, LinkError) else self._own_rank
 
     def _raise_if_damaged(self, sink: Sink) -> None:
         if sink.failure is not None:
             raise sink.failure
         if damaged := sink.damaged_paths():
-            raise Corrupted(damaged, peer=self._route.source)
+            raise Corrupted(damaged, peer=self._route.upstream)
         if sink.sender_changed:
             raise PeerGaveUp(
                 "the sender's state changed during the transfer; the received data is inconsistent",
@@ -404,7 +405,7 @@ class _Receive:
     def _with_suspects(self, error: FerryError) -> FerryError:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
         named = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
-        way = [self._route.source, *self._route.before]
+        way = [self._route.upstream, *self._route.before]
         way += [self._peer] if self._peer not in way else []
         if named not in way[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
             return error
@@ -424,7 +425,7 @@ class _Receive:
             self._phases.finish(),
             forwarded_to=self._route.next,
             not_forwarded=not_forwarded,
-            forwarded_by=None if self._route.source == self._peer else self._route.source,
+            forwarded_by=None if self._route.upstream == self._peer else self._route.upstream,
             step=frame.step,
             dropped=target.dropped,
             fresh=target.fresh,

@@ -238,7 +238,7 @@ class _Send:
     def _lane(
         self, peer: int, source: Source, frame: Frame, routes: Mapping[int, Route], data: bytes
     ) -> Lane[None]:
-        has_payload = peer not in routes or routes[peer].source == frame.origin
+        has_payload = peer not in routes or routes[peer].upstream == frame.origin
         progress = Progress(peer, source.plan.payload_bytes if has_payload else 0, contacted=False)
         cancellation = Cancellation()
         # The lanes that send a payload share the windows.
@@ -302,8 +302,8 @@ def _with_dependents(
     for peer, route in routes.items():
         if peer in failed:
             found[peer], lost_by[peer] = failed[peer], peer
-        elif route.source in lost_by:
-            lost_by[peer] = lost_by[route.source]
+        elif route.upstream in lost_by:
+            lost_by[peer] = lost_by[route.upstream]
             what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
             found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
     return found or failed

@@ -12,8 +12,8 @@ from itertools import groupby
 import torch
 
 from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
-from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements
+from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
+from torchferry.core.placement import IDENTICAL, Direct, Placement, Placements
 from torchferry.core.plan import Chunk, Message, Plan
 from torchferry.core.tree import Path
 from torchferry.engine.digest import digests
@@ -41,7 +41,7 @@ class Sink:
 
     manifest: Manifest
     plan: Plan
-    placements: Placements = SAME_LAYOUT
+    placements: Placements = IDENTICAL
     fresh: FreshMemory | None = None
     local: Description | None = None
     written: Collection[int] = ()
@@ -118,7 +118,7 @@ class Sink:
             placement = self.placements.of(chunks[0])
             others = tuple(place for place in placement.direct if place != opened)
             self._write_one(chunks[0], Placement(others, placement.itemwise), buffer, before_write)
-        elif not self.placements.same_layout:
+        elif not self.placements.identical:
             placements = [self.placements.of(chunk) for chunk in chunks]
             if any(placement.direct or placement.itemwise for placement in placements):
                 self.mark_written(message)
@@ -220,7 +220,7 @@ class Sink:
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
         unfinished = {pair.incoming for pair in self.placements.via_scratch}
-        return outcome(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
+        return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra, compare, tensor_pairs
-from torchferry.core.placement import SAME_LAYOUT, place_in_local_state
+from torchferry.core.placement import IDENTICAL, place_in_local_state
 from torchferry.core.plan import Plan
 from torchferry.core.tree import format_path
 from torchferry.engine.sink import Sink
@@ -101,7 +101,7 @@ def target_in_place(
         paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
         prepared = prepare(manifest, context, only=paired_leaves)
     tree = prepared
-    placements = SAME_LAYOUT
+    placements = IDENTICAL
     written: Collection[int] = range(len(local.tensors))
     fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
     if not comparison.identical:

@@ -78,7 +78,7 @@ class Workspace:
             TooManyMessages: the plan has too many messages.
         """
         # Only the tensors matter: a plan is kept while values, such as a step, change.
-        key = ("plan", codec.pack(encoded.manifest.tensors), sizes, tuple(more.items()))
+        key = ("plan", codec.encode_value(encoded.manifest.tensors), sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
 
     def prepare(self, encoded: EncodedManifest, context: RebuildContext) -> Prepared:

@@ -12,15 +12,15 @@ from torchferry.core.codec import (
     MAGIC,
     VERSION,
     Frame,
+    data_of,
     decode,
     decode_refusal,
+    decode_value,
     encode,
     encode_manifest,
     encode_refusal,
+    encode_value,
     is_frame,
-    pack,
-    payload_of,
-    unpack,
 )
 from torchferry.core.manifest import Branch, Leaf, Manifest, Nested, Special, TensorSpec
 from torchferry.core.tree import MAX_DEPTH
@@ -29,7 +29,7 @@ from torchferry.errors import BadManifest
 TENSOR = TensorSpec("float32", 4, (3, 4), (4, 1), 0, 8)
 STATE = Manifest(
     -1,
-    (Branch("dict", (0, -2), ("a", Special(16, pack([1, 2])))), Branch("list", (1, 0))),
+    (Branch("dict", (0, -2), ("a", Special(16, encode_value([1, 2])))), Branch("list", (1, 0))),
     (Leaf("tensor", (0,)), Leaf("value", traits=Special(2, b"\x01"))),
     (TENSOR,),
     (56,),
@@ -46,16 +46,16 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 
 
 def test_a_special_stays_packed_and_one_inside_it_stays_where_it_is() -> None:
-    outer = Special(40, pack(["x", Special(2, b"\x05")]))
-    assert payload_of(unpack(pack(outer), Decoder(Special))) == outer.data
-    name, inner = unpack(outer.data, Decoder(tuple[str, Nested]))
-    assert (name, inner.code, bytes(payload_of(inner))) == ("x", 2, b"\x05")
+    outer = Special(40, encode_value(["x", Special(2, b"\x05")]))
+    assert data_of(decode_value(encode_value(outer), Decoder(Special))) == outer.data
+    name, inner = decode_value(outer.data, Decoder(tuple[str, Nested]))
+    assert (name, inner.code, bytes(data_of(inner))) == ("x", 2, b"\x05")
 
 
 def test_what_is_inside_a_special_must_be_a_payload() -> None:
-    (inner,) = unpack(pack([[2, "text"]]), Decoder(tuple[Nested]))
+    (inner,) = decode_value(encode_value([[2, "text"]]), Decoder(tuple[Nested]))
     with pytest.raises(BadManifest, match="bytes"):
-        payload_of(inner)
+        data_of(inner)
 
 
 @pytest.mark.parametrize("reason", ["", "model.f: a lambda", "a\nb", "\udce4", "x" * 5000])
@@ -160,7 +160,7 @@ def test_msgpack_that_nests_without_end_is_refused() -> None:
     with pytest.raises(BadManifest):
         decode(MAGIC + bytes([VERSION]) + b"\x91" * 1_000_000)
     with pytest.raises(BadManifest):
-        unpack(b"\x91" * 1_000_000, Decoder(object))
+        decode_value(b"\x91" * 1_000_000, Decoder(object))
 
 
 def test_a_chunk_of_no_size_is_refused() -> None:
@@ -186,7 +186,7 @@ def test_manifests_that_are_equal_to_python_but_not_the_same_have_different_keys
 
 def test_every_part_of_a_manifest_is_held_to_its_type() -> None:
     parts = [STATE.root, list(STATE.branches), ["no leaf"], list(STATE.tensors), list(STATE.storages)]
-    body = pack([parts, 1 << 20])
+    body = encode_value([parts, 1 << 20])
     frame = MAGIC + bytes([VERSION]) + xxh3_64_intdigest(body).to_bytes(8, "little") + body
     with pytest.raises(BadManifest, match="can't be decoded"):
         decode(frame)
