@@ -20,10 +20,9 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from torchferry.core.compare import Pair, can_copy_as_block
-from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint
+from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint, memory_order
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
-from torchferry.core.strides import memory_order
 from torchferry.errors import BadManifest
 
 

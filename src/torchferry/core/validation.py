@@ -11,9 +11,9 @@ from math import prod
 
 from msgspec import msgpack
 
+from torchferry.core.extents import find_pattern
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import MAX_DIMS, OPAQUE, Branch, Manifest, Special, TensorSpec
-from torchferry.core.strides import find_pattern
 from torchferry.core.text import show
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, path_bytes
 from torchferry.errors import BadManifest
