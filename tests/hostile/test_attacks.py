@@ -22,7 +22,7 @@ from _pytest.mark import ParameterSet
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
 from tests.hostile.attacks.base import ATTACKS, Attack, framed
 from torchferry.compat import decode_pickled
-from torchferry.core.codec import Frame, decode, encode_manifest, encode_value, is_frame
+from torchferry.core.codec import Frame, decode, encode_value, is_frame
 from torchferry.core.manifest import FORM, Special
 from torchferry.core.plan import Plan
 from torchferry.core.push import MAX_METADATA_BYTES, TransferId
@@ -94,7 +94,8 @@ def decode_any(data: bytes, *, allow_pickle: bool = False) -> Frame:
 
 def plan(frame: Frame) -> Plan:
     """Plan a transfer as a receiver does."""
-    return plan_incoming(frame, encode_manifest(frame.manifest), Workspace(torch.device("cpu")))
+    workspace = Workspace(torch.device("cpu"))
+    return plan_incoming(frame, workspace.encode(frame.manifest), workspace)
 
 
 def process_metadata(data: bytes) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -81,9 +81,7 @@ def place_in_local_state(
     """Place every extent in the local tensors that are paired with the incoming ones.
 
     The incoming tensors in `fresh` have no local tensor. They are received into scratch memory and keep it.
-
-    Raises:
-        BadManifest: the incoming tensors overlap in too irregular a pattern.
+    Raises BadManifest if the incoming tensors overlap in too irregular a pattern.
     """
     try:
         tensors_of = tensors_by_extent(extents, incoming)
@@ -93,15 +91,33 @@ def place_in_local_state(
     pairs_of: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         pairs_of[pair.incoming].append(pair)
+
+    def is_block(pair: Pair) -> bool:
+        return can_copy_as_block(incoming.tensors[pair.incoming], local.tensors[pair.local])
+
+    def distance(pair: Pair) -> tuple[int, int]:
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        return ours.storage, ours.offset - theirs.offset
+
     placements: list[Placement] = []
     via_scratch: dict[Pair, None] = {}
     for extent, tensors in zip(extents, tensors_of, strict=True):
-        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         paired = [pair for tensor in tensors for pair in pairs_of[tensor]]
-        direct = _direct_places(paired, tensors, covering, incoming, local)
-        completed = {pair for members in direct.values() for pair in members}
+        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
+        direct: list[Direct] = []
+        copied: set[Pair] = set()
+        # Grouped by sorting, not in a dict: a peer can choose distances whose hashes collide.
+        for (storage, delta), group in groupby(sorted(filter(is_block, paired), key=distance), distance):
+            members = list(group)
+            moved = {pair.incoming for pair in members}
+            # They must cover the extent: one tensor alone, or all tensors in it together.
+            if moved & covering or moved.issuperset(tensors):
+                direct.append(Direct(storage, delta))
+                copied.update(members)
         itemwise: list[Itemwise] = []
-        for pair in (pair for pair in paired if pair not in completed):
+        for pair in paired:
+            if pair in copied:
+                continue
             covers = pair.incoming in covering
             has_order = memory_order(incoming.tensors[pair.incoming]) is not None
             if has_order and (covers or not extent.repeats):
@@ -118,39 +134,15 @@ def place_in_local_state(
     return Placements(tuple(placements), tuple(via_scratch))
 
 
-def _direct_places(
-    pairs: Sequence[Pair],
-    tensors: Sequence[int],
-    covering: set[int],
-    incoming: Manifest,
-    local: Manifest,
-) -> dict[Direct, list[Pair]]:
-    """Find where an extent can be copied as a whole, and the pairs that each copy completes.
-
-    The pairs of one place must cover the extent: one of them alone, or all tensors in it together.
-    """
-    places: defaultdict[Direct, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        if can_copy_as_block(theirs, ours):
-            places[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
-    moved = {place: {pair.incoming for pair in members} for place, members in places.items()}
-    return {p: places[p] for p in places if moved[p] & covering or moved[p] == set(tensors)}
-
-
-def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
-    """List, for each extent, the tensors that have bytes in it.
-
-    Raises:
-        TooIrregular: it would take too many comparisons.
-    """
+def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[list[int]]:
+    """List the tensors that have bytes in each extent; raises TooIrregular if that takes too long."""
     tensors_of: list[list[int]] = [[] for _ in extents]
     # Extents are sorted, and no two start at the same byte. The reach of an extent is the last end among it
     # and those before it.
     starts = [(extent.storage, extent.offset) for extent in extents]
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()
-    for tensor, spec in enumerate(incoming.tensors):
+    for tensor, spec in enumerate(manifest.tensors):
         for used in footprint(spec, footprint_budget):
             # Found by bisection, not by hash: a peer can choose extents whose hashes collide.
             number = bisect_left(starts, (used.storage, used.offset))

@@ -19,7 +19,6 @@ from torchferry.core.extents import TooIrregular
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Plan, TooManyMessages
 from torchferry.core.push import (
-    RECEIVER,
     Machine,
     ReceiverState,
     Route,
@@ -141,7 +140,7 @@ class _Receive:
         self._workspace = workspace
         self._runner = options.runner()
         self._phases = Phases("receive", options.timeout_s, self._runner.now_s)
-        self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
+        self._machine = Machine(ReceiverState.DESCRIBING)
         self._phases.enter(ReceiverState.DESCRIBING.phase)
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)

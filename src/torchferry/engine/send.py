@@ -25,7 +25,6 @@ from torchferry.core.plan import (
 )
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
-    SENDER,
     DigestBlock,
     Machine,
     Route,
@@ -120,7 +119,7 @@ class _Send:
         self._options = options
         self._workspace = workspace
         self._runner = options.runner()
-        self._machines = {peer: Machine(SENDER, SenderState.DESCRIBING) for peer in peers}
+        self._machines = {peer: Machine(SenderState.DESCRIBING) for peer in peers}
         self.phases = Phases("send", options.timeout_s, self._runner.now_s)
 
     def run(self, state: object) -> Report:

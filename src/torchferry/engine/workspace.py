@@ -50,7 +50,7 @@ class Workspace:
 
     def encode(self, manifest: Manifest) -> EncodedManifest:
         """Encode a manifest of this process, and keep it: a peer often sends the same one."""
-        encoded = codec.encode_manifest(manifest)
+        encoded = EncodedManifest(manifest, codec.encode_value(manifest))
         return self._get(("manifest", encoded.data), lambda: encoded)
 
     def with_known_manifest(self, description: Description) -> Description:

@@ -11,13 +11,13 @@ from xxhash import xxh3_64_intdigest
 from torchferry.core.codec import (
     MAGIC,
     VERSION,
+    EncodedManifest,
     Frame,
     data_of,
     decode,
     decode_refusal,
     decode_value,
     encode,
-    encode_manifest,
     encode_refusal,
     encode_value,
     is_frame,
@@ -170,7 +170,7 @@ def test_a_chunk_of_no_size_is_refused() -> None:
 
 def test_an_encoded_manifest_is_not_encoded_again() -> None:
     frame = Frame(STATE, 1 << 20, 7, 3, b"n" * 16, digests=(1, 2), origin=4)
-    assert encode(frame, encode_manifest(STATE)) == encode(frame)
+    assert encode(frame, EncodedManifest(STATE, encode_value(STATE))) == encode(frame)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1"])
@@ -179,7 +179,7 @@ def test_manifests_that_are_equal_to_python_but_not_the_same_have_different_keys
 ) -> None:
     one = replace(STATE, leaves=(STATE.leaves[0], Leaf("value", traits=1)))
     other = replace(STATE, leaves=(STATE.leaves[0], Leaf("value", traits=value)))
-    assert encode_manifest(one).data != encode_manifest(other).data
+    assert encode_value(one) != encode_value(other)
     received = decode(frame_of(other)).manifest.leaves[1].traits
     assert (type(received), received) == (type(value), value)
 
