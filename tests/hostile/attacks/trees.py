@@ -165,8 +165,11 @@ def has_keys_that_collide() -> bytes:
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
-def colliding_pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of ints with one hash: Python's hash of a tuple can be solved for its second item."""
+def colliding_pairs(count: int, sign: int = 1) -> list[tuple[int, int]]:
+    """Return pairs of ints with one hash: Python's hash of a tuple can be solved for its second item.
+
+    The second items have the given sign.
+    """
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = 2**64 - 1
 
@@ -182,8 +185,9 @@ def colliding_pairs(count: int) -> list[tuple[int, int]]:
     first = 1
     while len(found) < count:
         second = (before - lane(p5, first)) * inverse & mask
-        if second < PRIME:
-            found.append((first, second))
+        magnitude = sign * second & mask
+        if magnitude < PRIME:
+            found.append((first, sign * magnitude))
         first += 1
     return found
 
@@ -196,6 +200,38 @@ def has_a_set_of_tuples_that_collide() -> bytes:
     return value(
         Special(20, encode_value([Special(16, encode_value(pair)) for pair in colliding_pairs(50_000)]))
     )
+
+
+def colliding_steps(count: int) -> list[tuple[int, int]]:
+    """Return pairs of ints that give one hash to all tuples that end with them, whatever comes before.
+
+    Python adds the first int times p2 to its sum and rotates the sum by 31 bits. A step of 2**33 becomes 1,
+    which a step of the second int cancels. So a str before the pair, which is hashed with a secret, is no
+    protection.
+    """
+    p1, p2, modulus = 11400714785074694791, 14029467366897019727, 2**64
+    inverse = pow(p2, -1, modulus)
+    found: list[tuple[int, int]] = []
+    number = 1
+    while len(found) < count:
+        steps = (inverse << 33) * number % modulus, -p1 * inverse * number % modulus
+        first, second = (step - modulus if step >= modulus // 2 else step for step in steps)
+        if max(abs(first), abs(second)) < PRIME:
+            found.append((first, second))
+        number += 1
+    return found
+
+
+@attack(None)
+def has_paths_that_collide() -> bytes:
+    """No container has two keys that collide, but all paths do: a dict of them needs many seconds."""
+    pairs = colliding_steps(30_000)
+    inner = tuple(Branch("dict", (0,), (second,)) for _, second in pairs)
+    outer = Branch(
+        "dict", tuple(~number for number in range(2, len(inner) + 2)), tuple(first for first, _ in pairs)
+    )
+    root = Branch("dict", (0, -2), ("step", "model"))
+    return frame_of(Manifest(-1, (root, outer, *inner), ONE, (), ()))
 
 
 @attack()
