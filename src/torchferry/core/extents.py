@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
@@ -75,12 +75,13 @@ class Pattern(Struct, frozen=True, gc=False):
     """The bytes that a tensor uses: a run of `run_bytes` at its first item, repeated.
 
     `span_bytes` is the distance from the start of the first item to the end of the last; 0 without items.
-    `repeats` is None if no single pattern describes the bytes.
+    If it is not `regular`, the runs may overlap, or one lies between the repetitions of another.
     """
 
     span_bytes: int
     run_bytes: int
-    repeats: Repeats | None
+    repeats: Repeats
+    regular: bool = True
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +89,8 @@ def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int)
     """Return the pattern of a tensor's bytes. Cached: thousands of tensors have a few dozen patterns."""
     if 0 in shape:
         return Pattern(0, 0, ())
-    steps = byte_steps(shape, stride, itemsize)
+    dims = sorted(zip(stride, shape, strict=True))
+    steps = [(count, step * itemsize) for step, count in dims if count > 1 and step > 0]
     span_bytes = itemsize + sum((count - 1) * step for count, step in steps)
     run = reach = itemsize
     repeats: list[tuple[int, int]] = []  # narrowest first
@@ -96,7 +98,7 @@ def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int)
         if not repeats and step <= run:
             run += (count - 1) * step
         elif step < reach:
-            return Pattern(span_bytes, itemsize, None)
+            return Pattern(span_bytes, itemsize, tuple(reversed(steps)), regular=False)
         elif repeats and step == repeats[-1][0] * repeats[-1][1]:
             repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
         else:
@@ -105,35 +107,23 @@ def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int)
     return Pattern(span_bytes, run, tuple(reversed(repeats)))
 
 
-def byte_steps(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
-    """Return (count, stride in bytes) of the dimensions that step through memory, narrowest first."""
-    dims = zip(stride, shape, strict=True)
-    return [(count, step * itemsize) for step, count in sorted(dims) if count > 1 and step > 0]
-
-
 def footprint(spec: TensorSpec, budget: Budget | None = None) -> list[Extent]:
     """Return the extents of one tensor: one if its bytes form a regular pattern, several if not.
 
     >>> footprint(TensorSpec("float32", 4, (3, 2), (10, 1), 0, 8))
     [Extent(storage=0, offset=8, run_bytes=8, repeats=((3, 40),))]
-    >>> footprint(TensorSpec("float32", 4, (5,), (0,), 0, 8))
-    [Extent(storage=0, offset=8, run_bytes=4, repeats=())]
     """
     pattern = find_pattern(spec.shape, spec.stride, spec.itemsize)
     if not pattern.span_bytes:
         return []
-    if pattern.repeats is not None:
-        return [Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)]
-    steps = byte_steps(spec.shape, spec.stride, spec.itemsize)
-    return _find_extents(spec.storage, _list_runs(spec.offset, spec.itemsize, steps, budget or Budget()))
+    extent = Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)
+    if pattern.regular:
+        return [extent]
+    return _find_extents(spec.storage, _list_runs(extent, budget or Budget()))
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
-    """Return whether two items of the tensor share memory; True if the strides are too irregular to tell.
-
-    >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
-    False
-    """
+    """Return whether two items of the tensor share memory; True if the strides are too irregular to tell."""
     try:
         used_bytes = sum(extent.nbytes for extent in footprint(spec))
     except TooIrregular:
@@ -217,7 +207,7 @@ def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
         if is_nested(columns[-1][1] - columns[0][0], repeats):
             return [Extent(storage, start, end - start, repeats) for start, end in columns]
     for e in patterns:
-        runs += _list_runs(e.offset, e.run_bytes, reversed(e.repeats), budget)
+        runs += _list_runs(e, budget)
     return _find_extents(storage, _merge_runs(runs, touching=True))
 
 
@@ -238,10 +228,10 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
     return merged
 
 
-def _list_runs(offset: int, run_bytes: int, repeats: Iterable[tuple[int, int]], budget: Budget) -> list[Run]:
-    """List the runs of a pattern that begins at `offset`. Repeats are given narrowest first."""
-    runs: list[Run] = [(offset, offset + run_bytes)]
-    for count, step in repeats:
+def _list_runs(extent: Extent, budget: Budget) -> list[Run]:
+    """List the runs of an extent, which may overlap themselves."""
+    runs = [(extent.offset, extent.offset + extent.run_bytes)]
+    for count, step in reversed(extent.repeats):
         budget.spend(len(runs) * count)
         shifted = [(start + i * step, end + i * step) for i in range(count) for start, end in runs]
         runs = _merge_runs(shifted, touching=True)

@@ -105,6 +105,7 @@ def test_a_tensor_overlaps_itself_if_two_items_share_memory() -> None:
     assert overlaps_itself(spec((5, 3), (1, 1)))
     assert not overlaps_itself(spec((1, 2), (0, 1)))
     assert not overlaps_itself(spec((3, 2), (5, 1)))
+    assert not overlaps_itself(spec((3, 2), (2, 3))), "items may lie between each other"
     assert not overlaps_itself(spec((0, 2), (0, 1)))
 
 
@@ -121,7 +122,7 @@ def test_memory_order_goes_from_the_widest_stride_to_the_narrowest() -> None:
         ((3, 2), (10, 1), Pattern(88, 8, ((3, 40),))),
         ((2, 3), (6, 2), Pattern(44, 4, ((6, 8),))),
         ((5,), (0,), Pattern(4, 4, ())),
-        ((3, 3), (2, 3), Pattern(44, 4, None)),
+        ((3, 3), (2, 3), Pattern(44, 4, ((3, 12), (3, 8)), regular=False)),
         ((0, 3), (3, 1), Pattern(0, 0, ())),
         ((), (), Pattern(4, 4, ())),
     ],
