@@ -148,15 +148,10 @@ def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> 
 
 def can_copy_as_block(incoming: TensorSpec, local: TensorSpec) -> bool:
     """Return whether the bytes of one tensor can be copied to the other as a block."""
-    return (
-        incoming.itemsize == local.itemsize
-        and incoming.conj == local.conj
-        and incoming.neg == local.neg
-        and all(
-            theirs == ours or count <= 1
-            for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
-        )
-    )
+    if (incoming.itemsize, incoming.conj, incoming.neg) != (local.itemsize, local.conj, local.neg):
+        return False
+    dims = zip(incoming.shape, incoming.stride, local.stride, strict=True)
+    return all(theirs == ours or count <= 1 for count, theirs, ours in dims)
 
 
 def _describe_leaf(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
@@ -193,11 +188,8 @@ def _compare_leaves(
     fits = theirs.fixed == ours.fixed and len(their_specs) == len(our_specs)
     specs = list(zip(their_specs, our_specs, strict=False))
     if not fits or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs):
-        their_properties, our_properties = properties_of(theirs, their_specs), properties_of(ours, our_specs)
-        names = {**their_properties, **our_properties}
-        found = [
-            (name, their_properties.get(name, "none"), our_properties.get(name, "none")) for name in names
-        ]
+        ones, twos = properties_of(theirs, their_specs), properties_of(ours, our_specs)
+        found = [(name, ones.get(name, "none"), twos.get(name, "none")) for name in {**ones, **twos}]
         differing = [(name, one, two) for name, one, two in found if one != two]
         # Properties are text for people. `fixed` decides.
         for name, one, two in differing or [("metadata", str(theirs.fixed), str(ours.fixed))]:
@@ -262,17 +254,13 @@ def _write_key(incoming: TensorSpec, local: TensorSpec) -> bytes:
     """
     if can_copy_as_block(incoming, local):
         return msgpack.encode((incoming.storage, local.offset - incoming.offset))
-    steps = sorted(
-        (theirs, ours, count)
-        for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
-        if count != 1
-    )
+    dims = zip(incoming.stride, local.stride, incoming.shape, strict=True)
+    steps = sorted(dim for dim in dims if dim[2] != 1)
     bits = (incoming.conj, incoming.neg, local.conj, local.neg)
     # Items whose bits differ are converted, and how depends on the dtype.
     dtype = incoming.dtype if bits[:2] != bits[2:] else None
-    return msgpack.encode(
-        (incoming.storage, incoming.offset, incoming.itemsize, bits, dtype, local.offset, steps)
-    )
+    key = incoming.storage, incoming.offset, incoming.itemsize, bits, dtype, local.offset, steps
+    return msgpack.encode(key)
 
 
 _MAX_WRAPPER_WORDS = 3

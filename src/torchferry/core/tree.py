@@ -7,7 +7,6 @@ A path is the tuple of keys from the root. Paths are equal only if their keys ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -154,9 +153,11 @@ def _format_key(key: object) -> str:
         except ValueError:
             if set("[]'\"").isdisjoint(key):
                 return f".{key}"
-    if isinstance(key, Special) and key.code == _TUPLE_CODE and len(key.data) <= MAX_CHARACTERS:
-        with suppress(msgspec.DecodeError, RecursionError):
+    if not isinstance(key, Special):
+        return f"[{show(key)}]"
+    if key.code == _TUPLE_CODE and len(key.data) <= MAX_CHARACTERS:
+        try:
             return f"[{show(_tuple_decoder.decode(key.data))}]"
-    return (
-        f"[<{key.code}:{key.data[:MAX_CHARACTERS].hex()}>]" if isinstance(key, Special) else f"[{show(key)}]"
-    )
+        except (msgspec.DecodeError, RecursionError):
+            pass
+    return f"[<{key.code}:{key.data[:MAX_CHARACTERS].hex()}>]"
