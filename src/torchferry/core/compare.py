@@ -61,12 +61,12 @@ def compare(
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
     theirs, ours = occurrences(incoming), dict(occurrences(local))
-    incoming_only = [each for each in theirs if each.path not in ours]
+    incoming_only = [(path, leaf) for path, leaf in theirs if path not in ours]
     # Only fresh paths are put into dicts. The others are looked up in dicts of local paths.
     if extra == "fresh" and is_hash_flood([path for path, _ in incoming_only]):
         raise BadManifest("the paths of the incoming state were chosen to collide in a hash table")
     pairs = [Pair(path, leaf, ours.pop(path)) for path, leaf in theirs if path in ours]
-    local_only = [Occurrence(path, leaf) for path, leaf in ours.items()]
+    local_only = list(ours.items())
     mismatches: list[Mismatch] = []
     nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
     if extra == "error" or nothing_in_common:
@@ -88,7 +88,7 @@ def compare(
     mismatches += _find_conflicts(incoming, local, fitting)
     hints: list[str] = []
     if mismatches:
-        hints = wrapper_hints(*([each.path for each in some] for some in (incoming_only, local_only, pairs)))
+        hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
         if incoming_only and extra == "error" and not hints:
             hints = [_EXTRA_HINT]
     return Comparison(pairs, mismatches, False, incoming_only, local_only, hints)

@@ -7,7 +7,7 @@ A path is the tuple of keys from the root. Paths are equal only if their keys ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.msgpack import Decoder
@@ -23,17 +23,13 @@ MAX_PATH_BYTES = 1 << 29
 
 Path = tuple[Value, ...]
 
-
-class Occurrence(NamedTuple):
-    """A path and the leaf at that path. One leaf can occur at several paths."""
-
-    path: Path
-    leaf: int
+Occurrence = tuple[Path, int]
+"""A path and the leaf at that path. One leaf can occur at several paths."""
 
 
 def occurrences(manifest: Manifest) -> list[Occurrence]:
     """List every path with its leaf, in order."""
-    return [Occurrence(path, child) for path, child in _walk(manifest) if child >= 0]
+    return [(path, child) for path, child in _walk(manifest) if child >= 0]
 
 
 def path_of(manifest: Manifest, child: int) -> Path:

@@ -60,14 +60,14 @@ def _validate_tree(manifest: Manifest) -> None:
     total_bytes = 0
 
     def visit(child: int, parent: int, depth: int, child_path_bytes: int) -> None:
-        if child >= len(leaves) or ~child >= len(branches):
+        if 0 <= child < len(leaves):
+            is_used[child] = 1
+        elif child >= 0 or ~child >= len(branches):
             referrer = f"branch {parent}" if parent >= 0 else "the root"
             what, count = (
                 (f"leaf {child}", len(leaves)) if child >= 0 else (f"branch {~child}", len(branches))
             )
             raise BadManifest(f"{referrer} refers to {what}, but there are only {count}")
-        if child >= 0:
-            is_used[child] = 1
         elif ~child <= parent or depths[~child]:
             problem = "comes before its parent" if ~child <= parent else "has another parent too"
             raise BadManifest(f"branch {~child} is a child of branch {parent}, but {problem}")
