@@ -220,7 +220,7 @@ def test_a_receiver_in_place_raises_a_ferry_error_and_keeps_its_state(family: Mo
 def test_paths_that_collide_do_not_slow_down_a_receiver_in_place(extra: str, strict: bool) -> None:
     frame = trees.has_paths_that_collide()
     local = {"step": 0, "model": {number: {0: number} for number in range(1000)}}
-    error, match = (BadManifest, "collide") if extra == "fresh" else (StateMismatch, "")
+    error, match = (BadManifest, "collide") if extra == "fresh" else (StateMismatch, None)
     with bounded(frame), pytest.raises(error, match=match) if strict or extra != "drop" else nullcontext():
         receive(frame, local_state=lambda: local, strict=strict, extra=extra)
 

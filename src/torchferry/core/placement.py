@@ -92,12 +92,9 @@ def place_in_local_state(
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         pairs_of[pair.incoming].append(pair)
 
-    def is_block(pair: Pair) -> bool:
-        return can_copy_as_block(incoming.tensors[pair.incoming], local.tensors[pair.local])
-
     def distance(pair: Pair) -> tuple[int, int]:
-        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        return ours.storage, ours.offset - theirs.offset
+        ours = local.tensors[pair.local]
+        return ours.storage, ours.offset - incoming.tensors[pair.incoming].offset
 
     placements: list[Placement] = []
     via_scratch: dict[Pair, None] = {}
@@ -106,8 +103,11 @@ def place_in_local_state(
         covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         direct: list[Direct] = []
         copied: set[Pair] = set()
+        blocks = [
+            p for p in paired if can_copy_as_block(incoming.tensors[p.incoming], local.tensors[p.local])
+        ]
         # Grouped by sorting, not in a dict: a peer can choose distances whose hashes collide.
-        for (storage, delta), group in groupby(sorted(filter(is_block, paired), key=distance), distance):
+        for (storage, delta), group in groupby(sorted(blocks, key=distance), distance):
             members = list(group)
             moved = {pair.incoming for pair in members}
             # They must cover the extent: one tensor alone, or all tensors in it together.
