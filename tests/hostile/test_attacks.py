@@ -9,7 +9,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +22,19 @@ from _pytest.mark import ParameterSet
 from tests.hostile.attacks import envelopes, extents, kinds, pickles, trees, values
 from tests.hostile.attacks.base import ATTACKS, Attack, framed
 from torchferry.compat import decode_pickled
-from torchferry.core.codec import Frame, decode, encode_manifest, is_frame, pack
-from torchferry.core.manifest import FORM, Special
+from torchferry.core.codec import Frame, decode, encode_value, is_frame
+from torchferry.core.compare import compare
+from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import Plan
 from torchferry.core.push import MAX_METADATA_BYTES, TransferId
 from torchferry.engine import ReceiveOptions, Workspace, receive_state
 from torchferry.engine.receive import plan_incoming
-from torchferry.errors import FerryError
+from torchferry.errors import BadManifest, FerryError, StateMismatch
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import prepare
 from torchferry.tensors.fresh import FreshMemory
-from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.testing import MemoryNetwork
 
 FAMILIES = (envelopes, extents, kinds, pickles, trees, values)
@@ -94,7 +95,8 @@ def decode_any(data: bytes, *, allow_pickle: bool = False) -> Frame:
 
 def plan(frame: Frame) -> Plan:
     """Plan a transfer as a receiver does."""
-    return plan_incoming(frame, encode_manifest(frame.manifest), Workspace(torch.device("cpu")))
+    workspace = Workspace(torch.device("cpu"))
+    return plan_incoming(frame, workspace.encode(frame.manifest), workspace)
 
 
 def process_metadata(data: bytes) -> None:
@@ -213,6 +215,35 @@ def test_a_receiver_in_place_raises_a_ferry_error_and_keeps_its_state(family: Mo
             assert torch.equal(local[0], torch.arange(4.0)), str(attack)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("extra", ["error", "drop", "fresh"])
+def test_paths_that_collide_do_not_slow_down_a_receiver_in_place(extra: str, strict: bool) -> None:
+    frame = trees.has_paths_that_collide()
+    local = {"step": 0, "model": {number: {0: number} for number in range(1000)}}
+    error, match = (BadManifest, "collide") if extra == "fresh" else (StateMismatch, None)
+    with bounded(frame), pytest.raises(error, match=match) if strict or extra != "drop" else nullcontext():
+        receive(frame, local_state=lambda: local, strict=strict, extra=extra)
+
+
+def test_offsets_that_collide_do_not_slow_down_a_comparison() -> None:
+    """All incoming tensors have a storage of their own, and all local tensors share one."""
+    pairs = trees.colliding_pairs(30_000, sign=-1)
+    assert len(set(map(hash, pairs[:100]))) == 1
+    names = Branch("dict", tuple(range(len(pairs))), tuple(f"t{n}" for n in range(len(pairs))))
+    leaves = tuple(Leaf("tensor", (n,)) for n in range(len(pairs)))
+    storages = (2**62,) * (max(first for first, _ in pairs) + 1)
+    # The distance between the local and the incoming offset of each tensor is the second number of its pair.
+    theirs = tuple(
+        TensorSpec("uint8", 1, (1,), (1,), first, n - second) for n, (first, second) in enumerate(pairs)
+    )
+    incoming = Manifest(-1, (names,), leaves, theirs, storages)
+    ours = tuple(TensorSpec("uint8", 1, (1,), (1,), 0, n) for n in range(len(pairs)))
+    local = Manifest(-1, (names,), leaves, ours, (len(pairs),))
+    with bounded(b""):
+        comparison = compare(incoming, local, properties_of, strict=True, extra="error")
+    assert not comparison.mismatches
+
+
 # The shortest encodings of MessagePack, and those that need the most memory for their length.
 SHORT_ITEMS = {
     "nothing": b"\xc0",
@@ -244,7 +275,7 @@ of thirty-two bytes."""
 
 def _form(field: bytes, items: bytes, kind: bytes) -> bytes:
     form = b"\x81" + bytes([0xA0 + len(field)]) + field + items
-    return trees.with_leaf(pack(Special(FORM, form)), pack(Special(FORM, form)), kind)
+    return trees.with_leaf(encode_value(Special(FORM, form)), encode_value(Special(FORM, form)), kind)
 
 
 PLACES: dict[str, Callable[[bytes], bytes]] = {
@@ -260,7 +291,7 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "traits": lambda items: trees.with_leaf(b"\xc0", items),
     **{
         f"a value of code {code}": lambda items, code=code: trees.with_leaf(  # type: ignore[misc]
-            b"\xc0", pack(Special(code, items))
+            b"\xc0", encode_value(Special(code, items))
         )
         for code in (16, 17, 18, 19, 20, 32, 40, 41)
     },

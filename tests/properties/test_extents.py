@@ -17,10 +17,18 @@ from tests.properties.strategies import Draw, fit, recipes, span, stride_for
 from tests.support.sizes import examples
 from tests.support.states import Recipe, build
 from torchferry.core.codec import MAGIC, Frame, decode, encode
-from torchferry.core.extents import Extent, extents_of, footprint, overlaps_itself, split
+from torchferry.core.extents import (
+    Extent,
+    count_items_below,
+    extents_of,
+    footprint,
+    memory_order,
+    overlaps_itself,
+    split,
+    split_into_boxes,
+)
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES, make_plan
-from torchferry.core.strides import count_items_below, memory_order, split_into_boxes
 from torchferry.errors import BadManifest
 from torchferry.tensors.describe import describe
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.push import MAX_METADATA_BYTES, RECEIVER, SENDER
+from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
 from torchferry.engine import SendOptions, send_state
 from torchferry.testing import MemoryNetwork
 
@@ -21,20 +20,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("heading", "table"),
-    [("## The states of a sender", SENDER), ("## The states of a receiver", RECEIVER)],
+    ("heading", "states"),
+    [("## The states of a sender", SenderState), ("## The states of a receiver", ReceiverState)],
     ids=["sender", "receiver"],
 )
-def test_the_page_has_the_state_tables_of_the_code(heading: str, table: Any) -> None:
+def test_the_page_has_the_state_tables_of_the_code(heading: str, states: Any) -> None:
     section = PAGE.partition(heading)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\w+) \| ([\w, ]*)\|$", section, re.MULTILINE)
     written = {state: {each.strip() for each in after.split(",") if each.strip()} for state, after in rows}
     del written["state"]
-    assert written == {name(state): set(map(name, after)) for state, after in table.items()}
-
-
-def name(state: Enum) -> str:
-    return state.name.lower()
+    assert written == {state.label: set(state.following) for state in states}
 
 
 class Reader:

@@ -1,18 +1,11 @@
 """Manifests as bytes: MessagePack with a closed set of types.
 
-A frame is
+A frame is a preamble (magic, version, XXH3 of the rest) and the MessagePack of FrameBody. A sender that can't
+send its state sends a refusal instead: the same with another magic, and Refusal.
 
-    4 bytes   b"TFRY"
-    1 byte    the version of the format
-    8 bytes   XXH3 of the rest, little-endian
-    the rest  MessagePack of FrameBody
-
-A sender that can't send its state sends a refusal instead of a frame: the same preamble with b"TFNO", then
-MessagePack of Refusal.
-
-Values that MessagePack lacks are Specials, which stay encoded until `unpack` is called. Decoding checks
-types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty times
-its length in memory, because every field has a type and no type lets one byte become a container.
+Values that MessagePack lacks are Specials, which stay encoded until `decode_value` is called. Decoding
+checks types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty
+times its length in memory, because every field has a type and no type lets one byte become a container.
 """
 
 from __future__ import annotations
@@ -39,8 +32,6 @@ VERSION = 6
 _PREAMBLE = struct.Struct("<4sBQ")
 _MAX_REASON_CHARACTERS = 1000
 
-Digest: TypeAlias = Annotated[int, Meta(ge=0)]
-
 T = TypeVar("T")
 M = TypeVar("M")
 
@@ -48,7 +39,6 @@ M = TypeVar("M")
 class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
     """A manifest, decoded or still encoded, and what else the receiver needs.
 
-    The plan depends on `chunk_bytes` and `pack_bytes`. `origin`, `serial` and `nonce` identify the transfer.
     `digests` has one digest for each chunk. It is None if nothing is verified, or if `digest_blocks` follow
     the messages. `route` is None if the payload comes from the sender and is not forwarded.
     """
@@ -58,7 +48,7 @@ class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
     step: int | None = None
     serial: Count = 0
     nonce: bytes = b""
-    digests: tuple[Digest, ...] | None = None
+    digests: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
     digest_blocks: bool = False
     pack_bytes: Count = 0
     origin: Count = 0
@@ -87,27 +77,20 @@ class EncodedManifest(NamedTuple):
     data: bytes
 
 
-_encoder = Encoder()
+encode_value = Encoder().encode
+"""Encodes wire values, and lists, maps and records of them."""
+
 _body_decoder = Decoder(FrameBody[Raw])
 _manifest_decoder = Decoder(Manifest)
 _refusal_decoder = Decoder(Refusal)
 _view_decoder = Decoder(memoryview)
 
 
-def pack(value: object) -> bytes:
-    """Encode a payload: wire values, and lists, maps and records of them.
+def decode_value(data: bytes | memoryview, decoder: Decoder[T]) -> T:
+    """Decode data of a peer with the decoder of its type; raises BadManifest if the data has another type.
 
-    >>> unpack(pack([1, 2]), Decoder(tuple[int, ...]))
+    >>> decode_value(encode_value([1, 2]), Decoder(tuple[int, ...]))
     (1, 2)
-    """
-    return _encoder.encode(value)
-
-
-def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
-    """Decode data of a peer with the decoder of its type.
-
-    Raises:
-        BadManifest: the data has another type.
     """
     try:
         return decoder.decode(data)
@@ -115,18 +98,9 @@ def unpack(data: bytes | memoryview, decoder: Decoder[T]) -> T:
         raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
 
 
-def payload_of(value: Special | Nested) -> bytes | memoryview:
-    """Return the encoded payload of a Special, or of a Special inside another.
-
-    Raises:
-        BadManifest: the payload is not bytes.
-    """
-    return value.data if type(value) is Special else unpack(value.data, _view_decoder)
-
-
-def encode_manifest(manifest: Manifest) -> EncodedManifest:
-    """Encode a manifest."""
-    return EncodedManifest(manifest, _encoder.encode(manifest))
+def data_of(value: Special | Nested) -> bytes | memoryview:
+    """Return the data of a Special, or of a Special inside another; raises BadManifest if it is not bytes."""
+    return value.data if type(value) is Special else decode_value(value.data, _view_decoder)
 
 
 def encode(frame: Frame, encoded: EncodedManifest | None = None) -> bytes:
@@ -135,34 +109,24 @@ def encode(frame: Frame, encoded: EncodedManifest | None = None) -> bytes:
     return _with_preamble(MAGIC, body)
 
 
-def _with_preamble(magic: bytes, body: object) -> bytes:
-    data = _encoder.encode(body)
-    return _PREAMBLE.pack(magic, VERSION, xxh3_64_intdigest(data)) + data
-
-
 def is_frame(data: bytes) -> bool:
     """Return whether data begins like a frame of any version."""
     return data.startswith(MAGIC)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decode and validate a manifest.
-
-    Raises:
-        BadManifest: it is malformed, or refers to something that does not exist.
-    """
-    manifest = unpack(data, _manifest_decoder)
+    """Decode and validate a manifest; raises BadManifest."""
+    manifest = decode_value(data, _manifest_decoder)
     validate(manifest)
     return manifest
 
 
 def decode(data: bytes, decode_manifest: Callable[[bytes], Manifest] = decode_manifest) -> Frame:
-    """Decode and check a frame. `decode_manifest` may return a manifest that was decoded before.
+    """Decode and check a frame; raises BadManifest if it has another version or is malformed.
 
-    Raises:
-        BadManifest: it has another version, or it is malformed.
+    `decode_manifest` may return a manifest that was decoded before.
     """
-    body = unpack(_without_preamble(data), _body_decoder)
+    body = decode_value(_without_preamble(data), _body_decoder)
     if not ITEM_BYTES <= body.chunk_bytes <= MAX_CHUNK_BYTES:
         raise BadManifest(
             f"the chunk size is {body.chunk_bytes} bytes; {ITEM_BYTES} to {MAX_CHUNK_BYTES} are accepted"
@@ -189,16 +153,17 @@ def encode_refusal(reason: str, step: int | None = None) -> bytes:
 
 
 def decode_refusal(data: bytes) -> Refusal | None:
-    """Decode a refusal, with its reason in one line; None if the data is not a refusal.
-
-    Raises:
-        BadManifest: it is malformed.
-    """
+    """Decode a refusal, with its reason in one line; None if it is not a refusal. Raises BadManifest."""
     if not data.startswith(REFUSAL_MAGIC):
         return None
-    refusal = unpack(_without_preamble(data), _refusal_decoder)
+    refusal = decode_value(_without_preamble(data), _refusal_decoder)
     reason = refusal.reason[:_MAX_REASON_CHARACTERS]
     return Refusal("".join(char if char.isprintable() else " " for char in reason), refusal.step)
+
+
+def _with_preamble(magic: bytes, body: object) -> bytes:
+    data = encode_value(body)
+    return _PREAMBLE.pack(magic, VERSION, xxh3_64_intdigest(data)) + data
 
 
 def _without_preamble(data: bytes) -> memoryview:

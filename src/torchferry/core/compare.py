@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from torchferry.core.extents import Budget, TooIrregular, are_disjoint, footprint, overlaps_itself, union
+from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.text import show_difference, show_name
 from torchferry.core.tree import Occurrence, Path, format_path, occurrences
-from torchferry.errors import Mismatch
+from torchferry.errors import BadManifest, Mismatch
 
 _VALUE_KINDS = frozenset({VALUE, OPAQUE, PICKLED})
 
@@ -25,15 +27,11 @@ PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, st
 
 
 class Pair(NamedTuple):
-    """A path that both states have, and the number of its leaf in each."""
+    """A path that both states have, and the numbers of its leaf, or of one of its tensors, in each."""
 
     path: Path
     incoming: int
     local: int
-
-
-TensorPair: TypeAlias = Pair
-"""A path, the number of an incoming tensor, and the number of the local tensor that receives it."""
 
 
 class Comparison(NamedTuple):
@@ -58,15 +56,17 @@ def compare(
 
     With `strict`, a path that only the local state has is a mismatch. With `extra="error"`, a path that only
     the incoming state has is a mismatch. Every unpaired path is a mismatch if the states share no path, or if
-    both have tensors but share no path of a tensor.
+    both have tensors but share no path of a tensor. Raises BadManifest if incoming paths are a hash flood.
     """
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
     theirs, ours = occurrences(incoming), dict(occurrences(local))
-    pairs = [Pair(path, leaf, ours[path]) for path, leaf in theirs if path in ours]
-    incoming_only = [each for each in theirs if each.path not in ours]
-    common = {pair.path for pair in pairs}
-    local_only = [Occurrence(path, leaf) for path, leaf in ours.items() if path not in common]
+    incoming_only = [(path, leaf) for path, leaf in theirs if path not in ours]
+    # Only fresh paths are put into dicts. The others are looked up in dicts of local paths.
+    if extra == "fresh" and is_hash_flood([path for path, _ in incoming_only]):
+        raise BadManifest("the paths of the incoming state were chosen to collide in a hash table")
+    pairs = [Pair(path, leaf, ours.pop(path)) for path, leaf in theirs if path in ours]
+    local_only = list(ours.items())
     mismatches: list[Mismatch] = []
     nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
     if extra == "error" or nothing_in_common:
@@ -78,7 +78,7 @@ def compare(
             described = _describe_leaf(local, leaf, properties_of)
             mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
     if extra == "fresh" and not strict:
-        mismatches += _compare_containers(incoming_only, local_only)
+        mismatches += _compare_containers(dict(incoming_only), dict(local_only))
     fitting: list[Pair] = []
     for pair in pairs:
         differences = list(_compare_leaves(incoming, local, pair, properties_of))
@@ -88,7 +88,7 @@ def compare(
     mismatches += _find_conflicts(incoming, local, fitting)
     hints: list[str] = []
     if mismatches:
-        hints = wrapper_hints(*([each.path for each in some] for some in (incoming_only, local_only, pairs)))
+        hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
         if incoming_only and extra == "error" and not hints:
             hints = [_EXTRA_HINT]
     return Comparison(pairs, mismatches, False, incoming_only, local_only, hints)
@@ -128,11 +128,8 @@ def _have_nothing_in_common(incoming: Manifest, local: Manifest, pairs: Sequence
     )
 
 
-def _compare_containers(
-    incoming_only: Sequence[Occurrence], local_only: Sequence[Occurrence]
-) -> Iterator[Mismatch]:
+def _compare_containers(theirs: Mapping[Path, int], ours: Mapping[Path, int]) -> Iterator[Mismatch]:
     """Find paths with a value in one state and a container in the other. A merged tree cannot hold both."""
-    theirs, ours = dict(incoming_only), dict(local_only)
     container, value = "a container", "a value"
     for inner, outer, sides in ((theirs, ours, (container, value)), (ours, theirs, (value, container))):
         found = {path[:depth] for path in inner for depth in range(len(path)) if path[:depth] in outer}
@@ -140,26 +137,21 @@ def _compare_containers(
             yield Mismatch(format_path(path), "one side has a container, the other a value", *sides)
 
 
-def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[TensorPair]:
+def tensor_pairs(incoming: Manifest, local: Manifest, pairs: Iterable[Pair]) -> list[Pair]:
     """List the tensors of paired leaves that fit."""
-    found: list[TensorPair] = []
+    found: list[Pair] = []
     for path, theirs, ours in pairs:
         parts = zip(incoming.leaves[theirs].parts, local.leaves[ours].parts, strict=False)
-        found += [TensorPair(path, *numbers) for numbers in parts]
+        found += [Pair(path, *numbers) for numbers in parts]
     return found
 
 
-def same_layout(incoming: TensorSpec, local: TensorSpec) -> bool:
+def can_copy_as_block(incoming: TensorSpec, local: TensorSpec) -> bool:
     """Return whether the bytes of one tensor can be copied to the other as a block."""
-    return (
-        incoming.itemsize == local.itemsize
-        and incoming.conj == local.conj
-        and incoming.neg == local.neg
-        and all(
-            theirs == ours or count <= 1
-            for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
-        )
-    )
+    if (incoming.itemsize, incoming.conj, incoming.neg) != (local.itemsize, local.conj, local.neg):
+        return False
+    dims = zip(incoming.shape, incoming.stride, local.stride, strict=True)
+    return all(theirs == ours or count <= 1 for count, theirs, ours in dims)
 
 
 def _describe_leaf(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
@@ -196,19 +188,15 @@ def _compare_leaves(
     fits = theirs.fixed == ours.fixed and len(their_specs) == len(our_specs)
     specs = list(zip(their_specs, our_specs, strict=False))
     if not fits or any(a.dtype != b.dtype or a.shape != b.shape for a, b in specs):
-        their_properties, our_properties = properties_of(theirs, their_specs), properties_of(ours, our_specs)
-        found = False
-        for name in {**their_properties, **our_properties}:
-            one, two = their_properties.get(name, "none"), our_properties.get(name, "none")
-            if one != two:
-                found = True
-                yield name, *show_difference(one, two)
-        if not found:
-            # Properties are text for people. `fixed` decides.
-            yield "metadata", *show_difference(str(theirs.fixed), str(ours.fixed))
+        ones, twos = properties_of(theirs, their_specs), properties_of(ours, our_specs)
+        found = [(name, ones.get(name, "none"), twos.get(name, "none")) for name in {**ones, **twos}]
+        differing = [(name, one, two) for name, one, two in found if one != two]
+        # Properties are text for people. `fixed` decides.
+        for name, one, two in differing or [("metadata", str(theirs.fixed), str(ours.fixed))]:
+            yield name, *show_difference(one, two)
         return
     for a, b in specs:
-        if not same_layout(a, b) and overlaps_itself(_without_common_expansion(a, b)):
+        if not can_copy_as_block(a, b) and overlaps_itself(_without_common_expansion(a, b)):
             what = "items of the local tensor share memory that items of the incoming tensor do not share"
             yield what, f"strides {list(a.stride)}", f"strides {list(b.stride)}"
 
@@ -222,60 +210,57 @@ def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> Tensor
 
 def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
     """Find local bytes that would receive two different values."""
-    by_storage: defaultdict[int, dict[object, list[TensorPair]]] = defaultdict(dict)
+    by_storage: defaultdict[int, defaultdict[bytes, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for pair in tensor_pairs(incoming, local, pairs):
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        by_storage[ours.storage].setdefault(_movement(theirs, ours), []).append(pair)
-    for groups in (list(by_movement.values()) for by_movement in by_storage.values()):
-        try:
-            if len(groups) > 1:
-                yield from _find_conflicts_between(groups, local)
-        except TooIrregular as error:
-            what = "the local views overlap too irregularly to compare; clone() some of them"
-            yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
+        by_storage[ours.storage][_write_key(theirs, ours)].append(pair)
+    for groups in by_storage.values():
+        if len(groups) > 1:
+            yield from _find_conflicts_between(list(groups.values()), local)
 
 
-def _find_conflicts_between(groups: Sequence[Sequence[TensorPair]], local: Manifest) -> Iterator[Mismatch]:
+def _find_conflicts_between(groups: Sequence[Sequence[Pair]], local: Manifest) -> Iterator[Mismatch]:
     """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
-    used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
-    unions = [union([extent for pair in group for extent in used[pair.local]]) for group in groups]
-    if are_disjoint([extent for extents in unions for extent in extents]):
-        return
-    earlier: list[TensorPair] = []
-    budget = Budget()
+    try:
+        used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
+        unions = [union([extent for pair in group for extent in used[pair.local]]) for group in groups]
+        if are_disjoint([extent for extents in unions for extent in extents]):
+            return
+        earlier: list[Pair] = []
+        budget = Budget()
+        for group in groups:
+            for pair in group:
+                for other in earlier:
+                    budget.spend(1)
+                    if not are_disjoint(used[pair.local] + used[other.local], budget):
+                        what = (
+                            f"shares local memory with {format_path(other.path)}, but the incoming tensors "
+                            "do not share memory like this; clone() one of them"
+                        )
+                        yield Mismatch(format_path(pair.path), what, "other memory", "shared memory")
+                        break
+            earlier += group
+    except TooIrregular as error:
+        what = "the local views overlap too irregularly to compare; clone() some of them"
+        yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
 
-    def clashes(pair: TensorPair, other: TensorPair) -> bool:
-        budget.spend(1)
-        return not are_disjoint(used[pair.local] + used[other.local], budget)
 
-    for group in groups:
-        for pair in group:
-            if (other := next((each for each in earlier if clashes(pair, each)), None)) is not None:
-                what = (
-                    f"shares local memory with {format_path(other.path)}, but the incoming tensors do not "
-                    "share memory like this; clone() one of them"
-                )
-                yield Mismatch(format_path(pair.path), what, "other memory", "shared memory")
-        earlier += group
-
-
-def _movement(incoming: TensorSpec, local: TensorSpec) -> object:
+def _write_key(incoming: TensorSpec, local: TensorSpec) -> bytes:
     """Return a key such that tensors of equal keys write equal values to the local bytes that they share.
 
     If the layouts are equal, the key is the incoming storage and the difference of the offsets. Otherwise it
-    also has the sorted strides of both sides: tied weights may be transposes of each other.
+    also has the sorted strides of both sides: tied weights may be transposes of each other. Keys are encoded
+    because Python hashes bytes with a secret: a peer can't choose keys that collide.
     """
-    if same_layout(incoming, local):
-        return incoming.storage, local.offset - incoming.offset
-    steps = sorted(
-        (theirs, ours, count)
-        for count, theirs, ours in zip(incoming.shape, incoming.stride, local.stride, strict=True)
-        if count != 1
-    )
+    if can_copy_as_block(incoming, local):
+        return msgpack.encode((incoming.storage, local.offset - incoming.offset))
+    dims = zip(incoming.stride, local.stride, incoming.shape, strict=True)
+    steps = sorted(dim for dim in dims if dim[2] != 1)
     bits = (incoming.conj, incoming.neg, local.conj, local.neg)
     # Items whose bits differ are converted, and how depends on the dtype.
     dtype = incoming.dtype if bits[:2] != bits[2:] else None
-    return incoming.storage, incoming.offset, incoming.itemsize, bits, dtype, local.offset, tuple(steps)
+    key = incoming.storage, incoming.offset, incoming.itemsize, bits, dtype, local.offset, steps
+    return msgpack.encode(key)
 
 
 _MAX_WRAPPER_WORDS = 3
@@ -283,8 +268,6 @@ _MAX_WRAPPER_WORDS = 3
 _MAX_PREFIXES = 8
 _MAX_KEY_CHARACTERS = 4096
 _MAX_WORDS = 64
-
-_Words = tuple[str, ...]
 
 
 def wrapper_hints(
@@ -300,29 +283,23 @@ def wrapper_hints(
     ['all local paths in `model` begin with `_orig_mod.`: wrapped on one side only?']
     """
     incoming, local, both = (list(map(_words, paths)) for paths in (incoming_only, local_only, common))
-    for side, wrapped, bare in (("incoming", incoming, local), ("local", local, incoming)):
-        for parent, prefix in _find_wrappers(wrapped, set(bare)):
-            where = f" in `{show_name('.'.join(parent))}`" if parent else ""
-            every = "all other" if any(path[: len(parent)] == parent for path in both) else "all"
-            shown = show_name(".".join((*prefix, "")))
-            return [f"{every} {side} paths{where} begin with `{shown}`: wrapped on one side only?"]
+    for side, wrapped, bare in (("incoming", incoming, set(local)), ("local", local, set(incoming))):
+        candidates = dict.fromkeys(
+            (path[:start], path[start:end])
+            for path in wrapped
+            for start in range(len(path) - 1)
+            for end in range(start + 1, min(start + _MAX_WRAPPER_WORDS, len(path) - 1) + 1)
+            if path[:start] + path[end:] in bare
+        )
+        for parent, prefix in islice(candidates, _MAX_PREFIXES):
+            below = [path[len(parent) :] for path in wrapped if path[: len(parent)] == parent]
+            if all(path[: len(prefix)] == prefix for path in below):
+                where = f" in `{show_name('.'.join(parent))}`" if parent else ""
+                every = "all other" if any(path[: len(parent)] == parent for path in both) else "all"
+                shown = show_name(".".join((*prefix, "")))
+                return [f"{every} {side} paths{where} begin with `{shown}`: wrapped on one side only?"]
     return []
 
 
-def _find_wrappers(wrapped: Sequence[_Words], bare: set[_Words]) -> Iterator[tuple[_Words, _Words]]:
-    """Find prefixes that all `wrapped` paths below a parent have, and that a path in `bare` lacks."""
-    candidates = dict.fromkeys(
-        (path[:start], path[start:end])
-        for path in wrapped
-        for start in range(len(path) - 1)
-        for end in range(start + 1, min(start + _MAX_WRAPPER_WORDS, len(path) - 1) + 1)
-        if path[:start] + path[end:] in bare
-    )
-    for parent, prefix in islice(candidates, _MAX_PREFIXES):
-        start, end = len(parent), len(parent) + len(prefix)
-        if all(path[start:end] == prefix for path in wrapped if path[:start] == parent):
-            yield parent, prefix
-
-
-def _words(path: Path) -> _Words:
+def _words(path: Path) -> tuple[str, ...]:
     return tuple(word for key in path for word in str(key)[:_MAX_KEY_CHARACTERS].split("."))[:_MAX_WORDS]

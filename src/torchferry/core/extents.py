@@ -1,24 +1,25 @@
-"""The bytes of a storage that its tensors use, as extents: every used byte is in exactly one extent.
+"""The bytes of a storage that its tensors use, as extents, and the order of a tensor's items in memory.
 
-An extent is a run of bytes, or equal runs at regular distances, such as a column of a matrix. The bytes
-between the runs are neither sent nor written. Tensors that overlap share an extent, so that a shared byte is
-sent once; tensors that only touch do not. Both sides compute the same extents from the same manifest.
+Every used byte is in exactly one extent. An extent is a run of bytes, or equal runs at regular distances,
+such as a column of a matrix. The bytes between the runs are neither sent nor written. Tensors that overlap
+share an extent, so that a shared byte is sent once; tensors that only touch do not. Both sides compute the
+same extents from the same manifest.
 
-Every function here raises TooIrregular if it would have to list more than MAX_RUNS runs.
+A function that would have to list more than MAX_RUNS runs raises TooIrregular.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
 from math import prod
 
 from msgspec import Struct
 
 from torchferry.core.manifest import TensorSpec
-from torchferry.core.strides import Repeats, byte_steps, find_pattern, is_nested
 
 MAX_RUNS = 1 << 20
 """The limit for irregular patterns, which are listed run by run: a second for a million runs."""
@@ -29,21 +30,23 @@ ITEM_BYTES = 16
 Run = tuple[int, int]
 """(start, end) in a storage, in bytes."""
 
+Repeats = tuple[tuple[int, int], ...]
+"""(count, stride in bytes) for each level of repetition, widest stride first."""
+
 
 class TooIrregular(ValueError):
     """The views overlap in a pattern that needs more than MAX_RUNS runs."""
 
 
-class Budget:
+class Budget(Struct):
     """Limits how many runs are listed, or extents compared."""
 
-    def __init__(self) -> None:
-        self._left = MAX_RUNS
+    left: int = MAX_RUNS
 
     def spend(self, runs: int) -> None:
-        """Deduct runs before they are listed, and raise TooIrregular if fewer are left."""
-        self._left -= runs
-        if self._left < 0:
+        """Deduct runs before they are listed; raises TooIrregular if fewer are left."""
+        self.left -= runs
+        if self.left < 0:
             raise TooIrregular(f"more than {MAX_RUNS} runs")
 
 
@@ -68,29 +71,59 @@ class Extent(Struct, frozen=True, gc=False):
         return self.offset + self.run_bytes + sum((count - 1) * step for count, step in self.repeats)
 
 
+class Pattern(Struct, frozen=True, gc=False):
+    """The bytes that a tensor uses: a run of `run_bytes` at its first item, repeated.
+
+    `span_bytes` is the distance from the start of the first item to the end of the last; 0 without items.
+    If it is not `regular`, the runs may overlap, or one lies between the repetitions of another.
+    """
+
+    span_bytes: int
+    run_bytes: int
+    repeats: Repeats
+    regular: bool = True
+
+
+@lru_cache(maxsize=4096)
+def find_pattern(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Pattern:
+    """Return the pattern of a tensor's bytes. Cached: thousands of tensors have a few dozen patterns."""
+    if 0 in shape:
+        return Pattern(0, 0, ())
+    dims = sorted(zip(stride, shape, strict=True))
+    steps = [(count, step * itemsize) for step, count in dims if count > 1 and step > 0]
+    span_bytes = itemsize + sum((count - 1) * step for count, step in steps)
+    run = reach = itemsize
+    repeats: list[tuple[int, int]] = []  # narrowest first
+    for count, step in steps:
+        if not repeats and step <= run:
+            run += (count - 1) * step
+        elif step < reach:
+            return Pattern(span_bytes, itemsize, tuple(reversed(steps)), regular=False)
+        elif repeats and step == repeats[-1][0] * repeats[-1][1]:
+            repeats[-1] = (repeats[-1][0] * count, repeats[-1][1])
+        else:
+            repeats.append((count, step))
+        reach += (count - 1) * step
+    return Pattern(span_bytes, run, tuple(reversed(repeats)))
+
+
 def footprint(spec: TensorSpec, budget: Budget | None = None) -> list[Extent]:
     """Return the extents of one tensor: one if its bytes form a regular pattern, several if not.
 
     >>> footprint(TensorSpec("float32", 4, (3, 2), (10, 1), 0, 8))
     [Extent(storage=0, offset=8, run_bytes=8, repeats=((3, 40),))]
-    >>> footprint(TensorSpec("float32", 4, (5,), (0,), 0, 8))
-    [Extent(storage=0, offset=8, run_bytes=4, repeats=())]
     """
     pattern = find_pattern(spec.shape, spec.stride, spec.itemsize)
     if not pattern.span_bytes:
         return []
-    if pattern.repeats is not None:
-        return [Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)]
-    steps = byte_steps(spec.shape, spec.stride, spec.itemsize)
-    return _find_extents(spec.storage, _list_runs(spec.offset, spec.itemsize, steps, budget or Budget()))
+    extent = Extent(spec.storage, spec.offset, pattern.run_bytes, pattern.repeats)
+    if pattern.regular:
+        return [extent]
+    return _find_extents(spec.storage, _list_runs(extent, budget or Budget()))
 
 
 def overlaps_itself(spec: TensorSpec) -> bool:
-    """Return whether two items of the tensor share memory; True if the strides are too irregular to tell.
-
-    >>> overlaps_itself(TensorSpec("float32", 4, (3, 2), (2, 3), 0, 0))
-    False
-    """
+    """Return whether two items of the tensor share memory; True if the strides are too irregular to tell."""
     try:
         used_bytes = sum(extent.nbytes for extent in footprint(spec))
     except TooIrregular:
@@ -145,11 +178,9 @@ def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
         return
     if not extent.repeats:
         piece_bytes = max(max_bytes // ITEM_BYTES, 1) * ITEM_BYTES
-        start, end = extent.offset, extent.end
-        while start < end:
-            cut = min(start // ITEM_BYTES * ITEM_BYTES + piece_bytes, end)
-            yield Extent(extent.storage, start, cut - start)
-            start = cut
+        first_cut = extent.offset // ITEM_BYTES * ITEM_BYTES + piece_bytes
+        for start, end in pairwise((extent.offset, *range(first_cut, extent.end, piece_bytes), extent.end)):
+            yield Extent(extent.storage, start, end - start)
         return
     (count, step), inner = extent.repeats[0], extent.repeats[1:]
     max_rows = max(max_bytes * count // extent.nbytes, 1)
@@ -176,7 +207,7 @@ def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
         if is_nested(columns[-1][1] - columns[0][0], repeats):
             return [Extent(storage, start, end - start, repeats) for start, end in columns]
     for e in patterns:
-        runs += _list_runs(e.offset, e.run_bytes, reversed(e.repeats), budget)
+        runs += _list_runs(e, budget)
     return _find_extents(storage, _merge_runs(runs, touching=True))
 
 
@@ -197,10 +228,10 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
     return merged
 
 
-def _list_runs(offset: int, run_bytes: int, repeats: Iterable[tuple[int, int]], budget: Budget) -> list[Run]:
-    """List the runs of a pattern that begins at `offset`. Repeats are given narrowest first."""
-    runs: list[Run] = [(offset, offset + run_bytes)]
-    for count, step in repeats:
+def _list_runs(extent: Extent, budget: Budget) -> list[Run]:
+    """List the runs of an extent, which may overlap themselves."""
+    runs = [(extent.offset, extent.offset + extent.run_bytes)]
+    for count, step in reversed(extent.repeats):
         budget.spend(len(runs) * count)
         shifted = [(start + i * step, end + i * step) for i in range(count) for start, end in runs]
         runs = _merge_runs(shifted, touching=True)
@@ -220,3 +251,67 @@ def _find_extents(storage: int, runs: Sequence[Run]) -> list[Extent]:
         found.append(Extent(storage, start, end - start, ((count, step),) if count > 1 else ()))
         index += count
     return found
+
+
+def memory_order(spec: TensorSpec) -> list[int] | None:
+    """Return the dimensions that step through memory, widest stride first.
+
+    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. If the
+    tensor overlaps itself in any other way, no such order exists, and the result is None.
+    """
+    dims = [d for d, count in enumerate(spec.shape) if count > 1 and spec.stride[d] > 0]
+    dims.sort(key=lambda d: spec.stride[d], reverse=True)
+    return dims if is_nested(1, [(spec.shape[d], spec.stride[d]) for d in dims]) else None
+
+
+def is_nested(run: int, repeats: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a run of this length can be repeated like this without overlapping itself."""
+    for count, step in reversed(repeats):
+        if step < run:
+            return False
+        run += (count - 1) * step
+    return True
+
+
+def split_into_boxes(
+    shape: Sequence[int], first: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the items `first` to `end`, in row-major order, into boxes: at most two for each dimension.
+
+    A box is its start and its size in each dimension.
+
+    >>> list(split_into_boxes((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if first >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row_items = prod(shape[1:])
+    row, skipped = divmod(first, row_items)
+    if skipped or end - first < row_items:
+        done = min(end, (row + 1) * row_items)
+        for start, size in split_into_boxes(shape[1:], skipped, done - row * row_items):
+            yield (row, *start), (1, *size)
+    else:
+        rows = (end - first) // row_items
+        done = first + rows * row_items
+        yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
+    yield from split_into_boxes(shape, done, end)
+
+
+def count_items_below(address: int, repeats: Sequence[tuple[int, int]]) -> int:
+    """Count the items that start below `address`, where the first item starts at 0.
+
+    >>> count_items_below(9, ((3, 8), (2, 4)))
+    3
+    """
+    if address <= 0:
+        return 0
+    below = 0
+    for count, stride in repeats:
+        row = min(count - 1, (address - 1) // stride)
+        below = below * count + row
+        address -= row * stride
+    return below + 1

@@ -26,15 +26,12 @@ def is_hash_flood(
 ) -> bool:
     """Return whether a dict of these keys, inserted in this order, or a set of that dict would be slow.
 
-    `secretly_hashed` are the types whose hashes a peer cannot predict.
+    `secretly_hashed` are the types whose hashes a peer cannot predict. Raises TypeError for unhashable keys.
 
     >>> is_hash_flood(range(100_000)), is_hash_flood([number << 40 for number in range(10_000)])
     (False, False)
     >>> is_hash_flood([number * (2**61 - 1) for number in range(10_000)])
     True
-
-    Raises:
-        TypeError: a key is not hashable.
     """
     count = len(keys)
     if count <= _MIN_KEYS or secretly_hashed.issuperset(map(type, keys)):

@@ -87,13 +87,10 @@ class Manifest(Struct, frozen=True, array_like=True):
     storages: tuple[Count, ...]
 
 
-MAX_DIMS = 128
-"""The most dimensions of a tensor."""
+MAX_DIMS = 128  # of a tensor
 
 # The kinds of leaves without tensors.
-VALUE = "value"
-"""`traits` is the value."""
-PICKLED = "pickled"
-"""`traits` is the pickle. `fixed` is True if the object holds tensors."""
+VALUE = "value"  # `traits` is the value
+PICKLED = "pickled"  # `traits` is the pickle, `fixed` is True if the object holds tensors
+# A local leaf that can't be sent: `traits` describes it, `fixed` is None, or why it can't be overwritten.
 OPAQUE = "opaque"
-"""A local leaf that can't be sent. `traits` describes it. `fixed` is None, or why it can't be overwritten."""

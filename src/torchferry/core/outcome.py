@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from torchferry.core.extents import Extent, TooIrregular
+from torchferry.core.extents import TooIrregular
 from torchferry.core.manifest import Manifest
 from torchferry.core.placement import tensors_by_extent
 from torchferry.core.plan import Plan
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
     untouched: tuple[str, ...]
 
 
-def outcome(
+def outcome_of(
     manifest: Manifest,
     plan: Plan,
     chunks: Sequence[int],
@@ -44,25 +44,13 @@ def outcome(
     The tensors in `unfinished` are still to be copied from scratch memory, so they are not whole even if
     their chunks are. `paired` lists the paths that both sides have; None means all.
     """
-    users = _users(plan.extents, manifest)
-    states: defaultdict[int, set[int]] = defaultdict(set)
-    for chunk, state in zip(plan.chunks, chunks, strict=True):
-        for tensor in users[chunk.extent]:
-            is_unfinished = state == ChunkState.WHOLE and tensor in unfinished
-            states[tensor].add(ChunkState.WRITTEN if is_unfinished else state)
     whole, torn, untouched = list[str](), list[str](), list[str]()
-    for path, number in occurrences(manifest):
-        parts = manifest.leaves[number].parts
-        if not parts or (paired is not None and path not in paired):
-            continue
-        # A tensor without bytes has no chunks. A leaf of only such tensors is whole.
-        found = set().union(*(states.get(part, ()) for part in parts)) or {ChunkState.WHOLE}
-        if found == {ChunkState.WHOLE}:
-            whole.append(format_path(path))
-        elif found == {ChunkState.UNTOUCHED}:
-            untouched.append(format_path(path))
-        else:
-            torn.append(format_path(path))
+    for path, found in _states_by_path(manifest, plan, chunks, unfinished):
+        if paired is None or path in paired:
+            # A tensor without bytes has no chunks. A leaf of only such tensors is whole.
+            is_whole, is_untouched = found <= {ChunkState.WHOLE}, found == {ChunkState.UNTOUCHED}
+            paths = whole if is_whole else untouched if is_untouched else torn
+            paths.append(format_path(path))
     return Outcome(tuple(whole), tuple(torn), tuple(untouched))
 
 
@@ -70,26 +58,29 @@ def paths_of(manifest: Manifest, plan: Plan, chunks: Collection[int]) -> list[st
     """Return the paths of the leaves that have bytes in the extents of the given chunks."""
     if not chunks:
         return []
-    users = _users(plan.extents, manifest)
-    extents = {plan.chunks[number].extent for number in chunks}
-    tensors = {tensor for extent in extents for tensor in users[extent]}
-    return [
-        format_path(path)
-        for path, leaf in occurrences(manifest)
-        if tensors.intersection(manifest.leaves[leaf].parts)
-    ]
+    is_given = [number in chunks for number in range(len(plan.chunks))]
+    return [format_path(path) for path, found in _states_by_path(manifest, plan, is_given) if True in found]
 
 
-def _users(extents: Sequence[Extent], manifest: Manifest) -> Sequence[Sequence[int]]:
-    """Return the tensors that have bytes in each extent.
-
-    If the views are too irregular, return all tensors of each extent's storage. Paths may then be reported as
-    torn although they are not.
-    """
+def _states_by_path(
+    manifest: Manifest, plan: Plan, chunks: Sequence[int], unfinished: Collection[int] = ()
+) -> Iterator[tuple[Path, set[int]]]:
+    """Yield each path of a leaf with tensors, and the states of the chunks of its extents."""
     try:
-        return tensors_by_extent(extents, manifest)
+        tensors_of = tensors_by_extent(plan.extents, manifest)
     except TooIrregular:
+        # Any tensor of its storage may use an extent. So a path may be reported as torn although it is not.
         by_storage: defaultdict[int, list[int]] = defaultdict(list)
         for number, spec in enumerate(manifest.tensors):
             by_storage[spec.storage].append(number)
-        return [by_storage[extent.storage] for extent in extents]
+        tensors_of = [by_storage[extent.storage] for extent in plan.extents]
+    states: defaultdict[int, set[int]] = defaultdict(set)
+    for chunk, state in zip(plan.chunks, chunks, strict=True):
+        for tensor in tensors_of[chunk.extent]:
+            states[tensor].add(state)
+    for tensor in unfinished:
+        if ChunkState.WHOLE in states[tensor]:
+            states[tensor].add(ChunkState.WRITTEN)
+    for path, leaf in occurrences(manifest):
+        if parts := manifest.leaves[leaf].parts:
+            yield path, set().union(*(states[part] for part in parts))

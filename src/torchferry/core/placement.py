@@ -14,16 +14,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from torchferry.core.compare import TensorPair, same_layout
-from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint
+from torchferry.core.compare import Pair, can_copy_as_block
+from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint, memory_order
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Chunk
-from torchferry.core.strides import memory_order
 from torchferry.errors import BadManifest
 
 
@@ -55,54 +54,70 @@ class Placement(Struct, frozen=True, gc=False):
 class Placements(NamedTuple):
     """A placement for each extent of the plan, and the tensors to copy from scratch memory at the end.
 
-    If `same_layout`, storages and offsets are those of the sender, and `by_extent` is empty.
+    If `identical`, storages and offsets are those of the sender, and `by_extent` is empty.
     """
 
     by_extent: tuple[Placement, ...]
-    via_scratch: tuple[TensorPair, ...] = ()
-    same_layout: bool = False
+    via_scratch: tuple[Pair, ...] = ()
+    identical: bool = False
 
     def of(self, chunk: Chunk) -> Placement:
         """Return the placement of a chunk."""
-        if self.same_layout:
+        if self.identical:
             return Placement((Direct(chunk.piece.storage, 0),))
         return self.by_extent[chunk.extent]
 
 
-SAME_LAYOUT = Placements((), same_layout=True)
+IDENTICAL = Placements((), identical=True)
 
 
 def place_in_local_state(
     extents: Sequence[Extent],
     incoming: Manifest,
     local: Manifest,
-    pairs: Sequence[TensorPair],
+    pairs: Sequence[Pair],
     fresh: Collection[int] = (),
 ) -> Placements:
     """Place every extent in the local tensors that are paired with the incoming ones.
 
     The incoming tensors in `fresh` have no local tensor. They are received into scratch memory and keep it.
-
-    Raises:
-        BadManifest: the incoming tensors overlap in too irregular a pattern.
+    Raises BadManifest if the incoming tensors overlap in too irregular a pattern.
     """
     try:
         tensors_of = tensors_by_extent(extents, incoming)
         footprints = [footprint(spec) for spec in incoming.tensors]
     except TooIrregular as error:
         raise BadManifest(f"the incoming views overlap in too irregular a pattern ({error})") from None
-    pairs_of: defaultdict[int, list[TensorPair]] = defaultdict(list)
+    pairs_of: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         pairs_of[pair.incoming].append(pair)
+
+    def distance(pair: Pair) -> tuple[int, int]:
+        ours = local.tensors[pair.local]
+        return ours.storage, ours.offset - incoming.tensors[pair.incoming].offset
+
     placements: list[Placement] = []
-    via_scratch: dict[TensorPair, None] = {}
+    via_scratch: dict[Pair, None] = {}
     for extent, tensors in zip(extents, tensors_of, strict=True):
-        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         paired = [pair for tensor in tensors for pair in pairs_of[tensor]]
-        direct = _direct_places(paired, tensors, covering, incoming, local)
-        completed = {pair for members in direct.values() for pair in members}
+        covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
+        direct: list[Direct] = []
+        copied: set[Pair] = set()
+        blocks = [
+            p for p in paired if can_copy_as_block(incoming.tensors[p.incoming], local.tensors[p.local])
+        ]
+        # Grouped by sorting, not in a dict: a peer can choose distances whose hashes collide.
+        for (storage, delta), group in groupby(sorted(blocks, key=distance), distance):
+            members = list(group)
+            moved = {pair.incoming for pair in members}
+            # They must cover the extent: one tensor alone, or all tensors in it together.
+            if moved & covering or moved.issuperset(tensors):
+                direct.append(Direct(storage, delta))
+                copied.update(members)
         itemwise: list[Itemwise] = []
-        for pair in (pair for pair in paired if pair not in completed):
+        for pair in paired:
+            if pair in copied:
+                continue
             covers = pair.incoming in covering
             has_order = memory_order(incoming.tensors[pair.incoming]) is not None
             if has_order and (covers or not extent.repeats):
@@ -119,39 +134,15 @@ def place_in_local_state(
     return Placements(tuple(placements), tuple(via_scratch))
 
 
-def _direct_places(
-    pairs: Sequence[TensorPair],
-    tensors: Sequence[int],
-    covering: set[int],
-    incoming: Manifest,
-    local: Manifest,
-) -> dict[Direct, list[TensorPair]]:
-    """Find where an extent can be copied as a whole, and the pairs that each copy completes.
-
-    The pairs of one place must cover the extent: one of them alone, or all tensors in it together.
-    """
-    places: defaultdict[Direct, list[TensorPair]] = defaultdict(list)
-    for pair in pairs:
-        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
-        if same_layout(theirs, ours):
-            places[Direct(ours.storage, ours.offset - theirs.offset)].append(pair)
-    moved = {place: {pair.incoming for pair in members} for place, members in places.items()}
-    return {p: places[p] for p in places if moved[p] & covering or moved[p] == set(tensors)}
-
-
-def tensors_by_extent(extents: Sequence[Extent], incoming: Manifest) -> list[list[int]]:
-    """List, for each extent, the tensors that have bytes in it.
-
-    Raises:
-        TooIrregular: it would take too many comparisons.
-    """
+def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[list[int]]:
+    """List the tensors that have bytes in each extent; raises TooIrregular if that takes too long."""
     tensors_of: list[list[int]] = [[] for _ in extents]
     # Extents are sorted, and no two start at the same byte. The reach of an extent is the last end among it
     # and those before it.
     starts = [(extent.storage, extent.offset) for extent in extents]
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()
-    for tensor, spec in enumerate(incoming.tensors):
+    for tensor, spec in enumerate(manifest.tensors):
         for used in footprint(spec, footprint_budget):
             # Found by bisection, not by hash: a peer can choose extents whose hashes collide.
             number = bisect_left(starts, (used.storage, used.offset))

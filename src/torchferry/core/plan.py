@@ -111,11 +111,7 @@ def make_plan(
     """Plan the transfer of a state: extents below `pack_bytes` are packed, those above a chunk are split.
 
     The receiver passes the sender's `pack_bytes`. The sender passes None, and packs if there are at least
-    `pack_from` small extents.
-
-    Raises:
-        TooIrregular: views overlap in a pattern too irregular to list.
-        TooManyMessages: it needs more than MAX_MESSAGES.
+    `pack_from` small extents. Raises TooIrregular or TooManyMessages.
     """
     extents = extents_of(manifest.tensors)
     sizes = [extent.nbytes for extent in extents]
@@ -123,9 +119,8 @@ def make_plan(
         pack_bytes = min(PACK_BYTES, chunk_bytes)
         if sum(size < pack_bytes for size in sizes) < pack_from:
             pack_bytes = 0
-    small = [number for number, size in enumerate(sizes) if size < pack_bytes]
+    chunks = [Chunk(n, extents[n], 0, size) for n, size in enumerate(sizes) if size < pack_bytes]
     large = [number for number, size in enumerate(sizes) if size >= pack_bytes]
-    chunks = [Chunk(number, extents[number], 0, sizes[number]) for number in small]
     messages = _pack(chunks, max(min(PACKED_BYTES, chunk_bytes), pack_bytes))
     # There are at least so many. This rejects a hostile manifest before its chunks are listed.
     _check_count(len(messages) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)

@@ -9,7 +9,7 @@ sends an abort instead of the next message. `docs/protocol.md` has the protocol 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,75 +20,57 @@ from torchferry.errors import BadManifest
 
 
 class SenderState(Enum):
-    """The state of a sender towards one receiver."""
+    """The state of a sender towards one receiver, and the states that may follow it."""
 
-    DESCRIBING = "describing"  # nothing is sent yet
+    DESCRIBING = "describing", "sending", "refused"  # nothing is sent yet
     REFUSED = "refused"  # final: a refusal was sent instead of the frame
-    SENDING = "sending"  # the frame, and the payload if the receiver does not get it from another receiver
+    SENDING = "sending", "sent", "aborted"  # the frame, and the payload if the receiver gets it from here
     ABORTED = "aborted"  # final: the receiver was told that no more messages follow
     SENT = "sent"  # final: the link has every byte
 
-
-SENDER: Mapping[SenderState, Set[SenderState]] = {
-    SenderState.DESCRIBING: {SenderState.REFUSED, SenderState.SENDING},
-    SenderState.SENDING: {SenderState.SENT, SenderState.ABORTED},
-    SenderState.REFUSED: set(),
-    SenderState.ABORTED: set(),
-    SenderState.SENT: set(),
-}
-"""The states that may follow each state of a sender. Any state may also end with an error."""
+    def __init__(self, label: str, *following: str) -> None:
+        self.label = label
+        self.following = following
 
 
 class ReceiverState(Enum):
-    """The state of a receiver. `phase` is its name in reports and errors.
+    """The state of a receiver. `phase` is its name in reports and errors; then come the states that follow.
 
     With `messages_pending`, messages may still arrive: if the receiver fails, the group can't be used again.
     """
 
-    DESCRIBING = "describing", "describe", False  # the local state, while the sender describes its own
-    WAITING = "waiting", "wait", True  # for the length of a frame
-    FRAME = "frame", "receive metadata", True  # the frame arrives and is decoded
-    COMPARING = "comparing", "compare", True  # the incoming state with the local one
-    DRAINING = "draining", "compare", True  # the state was rejected: messages are received and dropped
-    RECEIVING = "receiving", "receive tensors", True  # messages arrive and are written
-    CHECKING = "checking", "receive tensors", False  # every message has arrived
-    ASSEMBLING = "assembling", "assemble", False  # containers are built around the received tensors
-    DONE = "done", "", False  # final
-    REJECTED = "rejected", "", False  # final: drained, or the sender refused to send
+    # The local state is described while the sender describes its own.
+    DESCRIBING = "describing", False, "describe", "waiting"
+    WAITING = "waiting", True, "wait", "frame"  # for the length of a frame
+    # The frame arrives and is decoded. A refusal of another step is skipped, and the receiver waits again.
+    FRAME = "frame", True, "receive metadata", "comparing", "rejected", "waiting"
+    COMPARING = "comparing", True, "compare", "receiving", "draining"  # the incoming state with the local one
+    DRAINING = "draining", True, "compare", "rejected"  # the rejected state is received and dropped
+    RECEIVING = "receiving", True, "receive tensors", "checking"  # messages arrive and are written
+    CHECKING = "checking", False, "receive tensors", "assembling"  # every message has arrived
+    ASSEMBLING = "assembling", False, "assemble", "done"  # containers are built around the received tensors
+    DONE = "done", False  # final
+    REJECTED = "rejected", False  # final: drained, or the sender refused to send
 
-    def __init__(self, _: str, phase: str, messages_pending: bool) -> None:
-        self.phase = phase
+    def __init__(self, label: str, messages_pending: bool, phase: str = "", *following: str) -> None:
+        self.label = label
         self.messages_pending = messages_pending
+        self.phase = phase
+        self.following = following
 
-
-RECEIVER: Mapping[ReceiverState, Set[ReceiverState]] = {
-    ReceiverState.DESCRIBING: {ReceiverState.WAITING},
-    ReceiverState.WAITING: {ReceiverState.FRAME},
-    # A refusal of another step is skipped, and the receiver waits again.
-    ReceiverState.FRAME: {ReceiverState.COMPARING, ReceiverState.REJECTED, ReceiverState.WAITING},
-    ReceiverState.COMPARING: {ReceiverState.RECEIVING, ReceiverState.DRAINING},
-    ReceiverState.DRAINING: {ReceiverState.REJECTED},
-    ReceiverState.RECEIVING: {ReceiverState.CHECKING},
-    ReceiverState.CHECKING: {ReceiverState.ASSEMBLING},
-    ReceiverState.ASSEMBLING: {ReceiverState.DONE},
-    ReceiverState.DONE: set(),
-    ReceiverState.REJECTED: set(),
-}
-"""The states that may follow each state of a receiver. Any state may also end with an error."""
 
 StateT = TypeVar("StateT", SenderState, ReceiverState)
 
 
 class Machine(Generic[StateT]):
-    """The current state of one end. It only changes as the table allows."""
+    """The current state of one end. Any state may also end with an error."""
 
-    def __init__(self, table: Mapping[StateT, Set[StateT]], start: StateT) -> None:
+    def __init__(self, start: StateT) -> None:
         self.state: StateT = start
-        self._table: Mapping[StateT, Set[StateT]] = table
 
     def advance(self, to: StateT) -> None:
-        """Enter the next state."""
-        assert to in self._table[self.state], f"{self.state} is not followed by {to}"
+        """Enter a state that may follow the current one."""
+        assert to.label in self.state.following, f"{self.state} is not followed by {to}"
         self.state = to
 
 
@@ -106,10 +88,10 @@ class TransferId(NamedTuple):
 class Route(Struct, frozen=True, array_like=True):
     """Where one receiver gets the payload from, and which receiver it forwards the payload to.
 
-    `before` lists the receivers between the sender and `source`, the nearest to `source` first.
+    `before` lists the receivers between the sender and `upstream`, the nearest to `upstream` first.
     """
 
-    source: Count
+    upstream: Count
     next: Count | None = None
     before: tuple[Count, ...] = ()
 
@@ -118,7 +100,7 @@ def chain(origin: int, receivers: Sequence[int]) -> dict[int, Route]:
     """Return the route of each receiver if they forward to each other in the given order.
 
     >>> chain(0, [4, 2])
-    {4: Route(source=0, next=2, before=()), 2: Route(source=4, next=None, before=())}
+    {4: Route(upstream=0, next=2, before=()), 2: Route(upstream=4, next=None, before=())}
     """
     routes: dict[int, Route] = {}
     passed = [origin]  # the nearest to the receiver first
@@ -181,11 +163,7 @@ MAX_METADATA_BYTES = 256 << 20
 
 
 def check_length(length: int, max_bytes: int) -> None:
-    """Check the announced length of a frame before memory is allocated for it.
-
-    Raises:
-        BadManifest: it is not the length of an acceptable frame.
-    """
+    """Check the announced length of a frame before memory is allocated for it; raises BadManifest."""
     if not 0 < length <= max_bytes:
         raise BadManifest(
             f"the peer announces {length} bytes of metadata; 1 to {max_bytes} are accepted. Either the peer "

@@ -57,12 +57,8 @@ def show_difference(one: str, two: str) -> tuple[str, str]:
     if max(len(one), len(two)) <= MAX_CHARACTERS:
         return show_name(one), show_name(two)
     differing = (place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    equal = next(differing, min(len(one), len(two)))
-    start = max(equal - _EQUAL_CHARACTERS_SHOWN, 0)
-    return _show_from(one, start), _show_from(two, start)
-
-
-def _show_from(text: str, start: int) -> str:
-    excerpt = text[start : start + MAX_CHARACTERS - 2]
-    before, after = "…" if start else "", "…" if start + len(excerpt) < len(text) else ""
-    return before + show_name(excerpt) + after
+    start = max(next(differing, min(len(one), len(two))) - _EQUAL_CHARACTERS_SHOWN, 0)
+    end = start + MAX_CHARACTERS - 2
+    before = "…" if start else ""
+    shown = [before + show_name(text[start:end]) + ("…" if end < len(text) else "") for text in (one, two)]
+    return shown[0], shown[1]

@@ -7,7 +7,7 @@ A path is the tuple of keys from the root. Paths are equal only if their keys ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.msgpack import Decoder
@@ -23,17 +23,13 @@ MAX_PATH_BYTES = 1 << 29
 
 Path = tuple[Value, ...]
 
-
-class Occurrence(NamedTuple):
-    """A path and the leaf at that path. One leaf can occur at several paths."""
-
-    path: Path
-    leaf: int
+Occurrence = tuple[Path, int]
+"""A path and the leaf at that path. One leaf can occur at several paths."""
 
 
 def occurrences(manifest: Manifest) -> list[Occurrence]:
     """List every path with its leaf, in order."""
-    return [Occurrence(path, child) for path, child in _walk(manifest) if child >= 0]
+    return [(path, child) for path, child in _walk(manifest) if child >= 0]
 
 
 def path_of(manifest: Manifest, child: int) -> Path:
@@ -111,8 +107,8 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
     root = add(local.root, incoming.root)
     branches: list[Branch] = []
     for ours, theirs in pairs:
-        containers = [local.branches[~ours]] if ours is not None else []
-        containers += [incoming.branches[~theirs]] if theirs is not None else []
+        sides = ((local, ours), (incoming, theirs))
+        containers = [tree.branches[~child] for tree, child in sides if child is not None]
         our_children = dict(_items(containers[0])) if ours is not None else {}
         their_children = dict(_items(containers[-1])) if theirs is not None else {}
         keys = tuple(our_children | their_children)
@@ -141,31 +137,23 @@ def format_path(path: Sequence[Any]) -> str:
     return "".join(map(_format_key, path)).removeprefix(".")
 
 
-def _format_key(key: object) -> str:
-    if isinstance(key, str) and _is_unambiguous(key):
-        return f".{key}"
-    return f"[{_show_special(key) if isinstance(key, Special) else show(key)}]"
-
-
-def _is_unambiguous(key: str) -> bool:
-    if not key or len(key) > MAX_CHARACTERS or not key.isprintable() or not set("[]'\"").isdisjoint(key):
-        return False
-    try:
-        float(key)
-    except ValueError:
-        return True
-    return False
-
-
 _TUPLE_CODE = 16
 _tuple_decoder = Decoder(tuple[bool | int | float | str | None, ...])
+"""Only tuples of scalars are shown as they are. Other Specials are shown by their code and data."""
 
 
-def _show_special(key: Special) -> str:
-    """Show a tuple of scalars as it is, and any other key as its code and data."""
+def _format_key(key: object) -> str:
+    if isinstance(key, str) and 0 < len(key) <= MAX_CHARACTERS and key.isprintable():
+        try:
+            float(key)
+        except ValueError:
+            if set("[]'\"").isdisjoint(key):
+                return f".{key}"
+    if not isinstance(key, Special):
+        return f"[{show(key)}]"
     if key.code == _TUPLE_CODE and len(key.data) <= MAX_CHARACTERS:
         try:
-            return show(_tuple_decoder.decode(key.data))
+            return f"[{show(_tuple_decoder.decode(key.data))}]"
         except (msgspec.DecodeError, RecursionError):
             pass
-    return f"<{key.code}:{key.data[:MAX_CHARACTERS].hex()}>"
+    return f"[<{key.code}:{key.data[:MAX_CHARACTERS].hex()}>]"

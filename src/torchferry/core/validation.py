@@ -1,7 +1,6 @@
 """Validates a manifest from a peer before anything is built or allocated from it.
 
-It checks the tree, the keys, all references, and that every tensor lies within its storage. The time is
-proportional to the size of the frame, whatever numbers the peer chooses.
+The time is proportional to the size of the frame, whatever numbers the peer chooses.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from math import prod
 
 from msgspec import msgpack
 
+from torchferry.core.extents import find_pattern
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import MAX_DIMS, OPAQUE, Branch, Manifest, Special, TensorSpec
-from torchferry.core.strides import find_pattern
 from torchferry.core.text import show
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, path_bytes
 from torchferry.errors import BadManifest
@@ -27,21 +26,28 @@ _MANY_TENSORS = 2048
 
 
 def validate(manifest: Manifest) -> None:
-    """Check the tree, the keys, the references and the tensors of a manifest.
+    """Check the tree, the keys, all references, and that every tensor lies within its storage.
 
-    Raises:
-        BadManifest: describes the first error.
+    Raises BadManifest, which describes the first error.
     """
     _validate_tree(manifest)
-    tensors = len(manifest.tensors)
+    tensors = manifest.tensors
     for number, leaf in enumerate(manifest.leaves):
         if leaf.kind == OPAQUE:
-            raise BadManifest(f"leaf {number} is opaque, which only a local leaf can be")
-        if leaf.parts and max(leaf.parts) >= tensors:
-            raise BadManifest(f"leaf {number} refers to tensor {max(leaf.parts)}, but there are {tensors}")
-    _reject_hash_flood(manifest.tensors)
-    for number, spec in enumerate(manifest.tensors):
-        if problem := _problem(spec, manifest.storages):
+            raise BadManifest(f"leaf {number} has the kind {OPAQUE}, which only a local leaf may have")
+        if leaf.parts and max(leaf.parts) >= len(tensors):
+            raise BadManifest(
+                f"leaf {number} refers to tensor {max(leaf.parts)}, but there are only {len(tensors)} tensors"
+            )
+    if len(tensors) > _MANY_TENSORS:
+        # They would collide in the cache of `find_pattern`. The distinct ones are found by their encoding,
+        # because Python hashes bytes with a secret.
+        patterns = [(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
+        distinct = dict(zip(map(msgpack.encode, patterns), patterns, strict=True))
+        if is_hash_flood(list(distinct.values())):
+            raise BadManifest("the shapes and strides of the tensors were chosen to collide in a hash table")
+    for number, spec in enumerate(tensors):
+        if problem := _find_problem(spec, manifest.storages):
             raise BadManifest(f"tensor {number} {problem}")
 
 
@@ -54,31 +60,35 @@ def _validate_tree(manifest: Manifest) -> None:
     total_bytes = 0
 
     def visit(child: int, parent: int, depth: int, child_path_bytes: int) -> None:
-        if child >= len(leaves):
-            raise BadManifest(f"branch {parent} refers to leaf {child}, but there are {len(leaves)}")
-        if child >= 0:
+        if 0 <= child < len(leaves):
             is_used[child] = 1
-        elif ~child <= parent or ~child >= len(branches) or depths[~child]:
-            reason = "it comes earlier, does not exist or has another parent"
-            raise BadManifest(f"branch {~child} can't be the child of branch {parent}: {reason}")
+        elif child >= 0 or ~child >= len(branches):
+            referrer = f"branch {parent}" if parent >= 0 else "the root"
+            what, count = (
+                (f"leaf {child}", len(leaves)) if child >= 0 else (f"branch {~child}", len(branches))
+            )
+            raise BadManifest(f"{referrer} refers to {what}, but there are only {count}")
+        elif ~child <= parent or depths[~child]:
+            problem = "comes before its parent" if ~child <= parent else "has another parent too"
+            raise BadManifest(f"branch {~child} is a child of branch {parent}, but {problem}")
         else:
             depths[~child], prefix_bytes[~child] = depth, child_path_bytes
 
-    if not -len(branches) <= manifest.root < len(leaves):
-        raise BadManifest(f"the root {manifest.root} refers to no leaf or branch")
     visit(manifest.root, -1, 1, 0)
     for number, branch in enumerate(branches):
         if not depths[number]:
             raise BadManifest(f"branch {number} is not in the tree")
         if depths[number] > MAX_DEPTH:
-            raise BadManifest(f"the tree is deeper than {MAX_DEPTH} levels")
+            raise BadManifest(f"branch {number} is at level {depths[number]}; the limit is {MAX_DEPTH}")
         _validate_keys(number, branch)
         for child, key_bytes in zip(branch.children, path_bytes(branch), strict=True):
             child_path_bytes = prefix_bytes[number] + 8 + key_bytes
             visit(child, number, depths[number] + 1, child_path_bytes)
             total_bytes += child_path_bytes + (8 * len(leaves[child].parts) if child >= 0 else 0)
         if total_bytes > MAX_PATH_BYTES:
-            raise BadManifest(f"the paths of the tree take more than {MAX_PATH_BYTES} bytes")
+            raise BadManifest(
+                f"the paths of the tree have {total_bytes} bytes; the limit is {MAX_PATH_BYTES}"
+            )
     if not all(is_used):
         raise BadManifest(f"leaf {is_used.index(0)} is not in the tree")
 
@@ -90,37 +100,28 @@ def _validate_keys(number: int, branch: Branch) -> None:
     if len(keys) != count:
         raise BadManifest(f"branch {number} has {len(keys)} keys for {count} children")
     if is_hash_flood(keys, _SECRETLY_HASHED):
-        raise BadManifest(f"branch {number} has keys that were chosen to collide in a hash table")
-    if len(dict.fromkeys(keys)) != count:
-        raise BadManifest(f"branch {number} has the same key twice")
+        raise BadManifest(f"branch {number} has {count} keys that were chosen to collide in a hash table")
+    if (distinct := len(dict.fromkeys(keys))) != count:
+        raise BadManifest(f"branch {number} has {count} keys, of which only {distinct} are different")
 
 
-def _problem(spec: TensorSpec, storages: Sequence[int]) -> str | None:
+def _find_problem(spec: TensorSpec, storages: Sequence[int]) -> str | None:
     """Return what is wrong with a tensor, or None."""
     shape, stride, itemsize = spec.shape, spec.stride, spec.itemsize
-    if len(shape) != len(stride) or len(shape) > MAX_DIMS:
-        return f"has {len(shape)} dimensions (at most {MAX_DIMS}) and {len(stride)} strides"
+    if len(shape) != len(stride):
+        return f"has {len(shape)} dimensions, but {len(stride)} strides"
+    if len(shape) > MAX_DIMS:
+        return f"has {len(shape)} dimensions; the limit is {MAX_DIMS}"
     if itemsize not in _ITEM_SIZES:
-        return f"has item size {itemsize}: not 1, 2, 4, 8 or 16"
+        return f"has item size {itemsize}, which is not 1, 2, 4, 8 or 16"
     if spec.storage >= len(storages):
-        return f"refers to storage {spec.storage} of {len(storages)}"
+        return f"refers to storage {spec.storage}, but there are only {len(storages)}"
     if spec.offset % itemsize:
         return f"has offset {spec.offset}, which is not a multiple of item size {itemsize}"
     end = spec.offset + find_pattern(shape, stride, itemsize).span_bytes
     if end > storages[spec.storage]:
-        return f"reaches beyond its storage: it ends at byte {end} of {storages[spec.storage]}"
+        return f"ends at byte {end} of storage {spec.storage}, which has {storages[spec.storage]} bytes"
     # Expanded dimensions use no memory, but torch counts their items, also next to a dimension of size 0.
     if prod(filter(None, shape)) * itemsize > _MAX_TENSOR_BYTES:
         return f"has shape {show(shape)}, which is more than {_MAX_TENSOR_BYTES} bytes"
     return None
-
-
-def _reject_hash_flood(tensors: Sequence[TensorSpec]) -> None:
-    """Reject tensors whose shapes and strides collide in the cache of `find_pattern`."""
-    if len(tensors) <= _MANY_TENSORS:
-        return
-    # Find the distinct ones by their encoding: Python hashes bytes with a secret.
-    numbers = [(spec.shape, spec.stride, spec.itemsize) for spec in tensors]
-    distinct = dict(zip(map(msgpack.encode, numbers), numbers, strict=True))
-    if is_hash_flood(list(distinct.values())):
-        raise BadManifest("the shapes and strides of the tensors were chosen to collide in a hash table")

@@ -45,23 +45,17 @@ def next_action(
     >>> next_action(Limits(10.0), now_s=3.0, waiting_since_s=None, probed_s=0.0, lost_s=1.0)[0]
     <Action.NOTHING: 'nothing'>
     """
-    late_s = limits.deadline_s + GRACE_S
-    if now_s >= late_s:
-        return Action.GIVE_UP_LATE, now_s
+    due = [(limits.deadline_s + GRACE_S, Action.GIVE_UP_LATE)]
+    if waiting_since_s is not None and limits.stall_s is not None:
+        due.append((waiting_since_s + limits.stall_s, Action.GIVE_UP_STALLED))
     if waiting_since_s is None:
-        return Action.NOTHING, min(late_s, now_s + PROBE_AFTER_S)
-    ends_s = late_s
-    if limits.stall_s is not None:
-        stalled_s = waiting_since_s + limits.stall_s
-        if now_s >= stalled_s:
-            return Action.GIVE_UP_STALLED, now_s
-        ends_s = min(ends_s, stalled_s)
-    if lost_s is not None:
-        gone_s = max(waiting_since_s, lost_s) + GONE_AFTER_S
-        if now_s >= gone_s:
-            return Action.GIVE_UP_DEAD, now_s
-        return Action.NOTHING, min(ends_s, gone_s)
-    probe_s = max(waiting_since_s, probed_s) + PROBE_AFTER_S
-    if now_s >= probe_s:
-        return Action.PROBE, min(ends_s, now_s + GONE_AFTER_S)
-    return Action.NOTHING, min(ends_s, probe_s)
+        due.append((now_s + PROBE_AFTER_S, Action.NOTHING))
+    elif lost_s is not None:
+        due.append((max(waiting_since_s, lost_s) + GONE_AFTER_S, Action.GIVE_UP_DEAD))
+    else:
+        due.append((max(waiting_since_s, probed_s) + PROBE_AFTER_S, Action.PROBE))
+    # If several actions are due, the first one is taken.
+    action = next((action for at_s, action in due if now_s >= at_s), Action.NOTHING)
+    if action is Action.PROBE:
+        due[-1] = (now_s + GONE_AFTER_S, Action.GIVE_UP_DEAD)
+    return action, min(at_s for at_s, _ in due)

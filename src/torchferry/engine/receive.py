@@ -20,7 +20,6 @@ from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Message, Plan, TooManyMessages
 from torchferry.core.push import (
     ABORT_BYTES,
-    RECEIVER,
     DigestBlock,
     Machine,
     ReceiverState,
@@ -112,7 +111,7 @@ class _Receive(Transfer[ReceiveOptions]):
     def __init__(self, link: Link, peer: int, options: ReceiveOptions, workspace: Workspace) -> None:
         super().__init__("receive", link, options, workspace)
         self._peer = peer
-        self._machine = Machine(RECEIVER, ReceiverState.DESCRIBING)
+        self._machine = Machine(ReceiverState.DESCRIBING)
         self._enter_phase(ReceiverState.DESCRIBING.phase)
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
@@ -174,7 +173,7 @@ class _Receive(Transfer[ReceiveOptions]):
             self._finish_phase(),
             forwarded_to=self._route.next,
             not_forwarded=payload.not_forwarded,
-            forwarded_by=None if self._route.source == self._peer else self._route.source,
+            forwarded_by=None if self._route.upstream == self._peer else self._route.upstream,
             step=frame.step,
             dropped=target.dropped,
             fresh=target.fresh,
@@ -230,13 +229,13 @@ class _Receive(Transfer[ReceiveOptions]):
     def _check_route(self, frame: Frame) -> Route:
         """Return the route of the payload; raises BadManifest if a rank is repeated or not in the group."""
         route, members = frame.route or Route(self._peer), self._options.members
-        others = [rank for rank in (route.source, route.next, *route.before) if rank is not None]
+        others = [rank for rank in (route.upstream, route.next, *route.before) if rank is not None]
         outside = members is not None and any(rank not in members for rank in others)
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
         if outside or repeated or self._link.rank in others:
             raise BadManifest(
-                f"the route of the payload is invalid: from rank {route.source}, through {route.before}, to "
-                f"rank {route.next}"
+                f"the route of the payload is invalid: from rank {route.upstream}, through {route.before}, "
+                f"to rank {route.next}"
             )
         return route
 
@@ -267,7 +266,7 @@ class _Receive(Transfer[ReceiveOptions]):
     def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> _Payload:
         """Receive all messages, and forward them if the route asks for it."""
         payload_bytes, window_bytes = sink.plan.payload_bytes, self._options.window_bytes
-        self._progress = Progress(self._route.source, payload_bytes)
+        self._progress = Progress(self._route.upstream, payload_bytes)
         relay: Relay | None = None
         if self._route.next is not None:
             # Half of the window is for messages that arrive, half for messages that are forwarded.
@@ -303,7 +302,7 @@ class _Receive(Transfer[ReceiveOptions]):
         """Return the rank that caused an error of this receive."""
         if isinstance(error, PeerGaveUp) and error.failed_rank is not None:
             return error.failed_rank
-        return self._route.source if isinstance(error, LinkError) else self._link.rank or 0
+        return self._route.upstream if isinstance(error, LinkError) else self._link.rank or 0
 
     def _explain_not_forwarded(self, error: BaseException, progress: Progress) -> str:
         """Log why the state was not forwarded: the caller has its state, but a rank of the group is lost."""
@@ -345,7 +344,7 @@ class _Receive(Transfer[ReceiveOptions]):
     def _suspects(self, error: FerryError) -> str:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
         named = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
-        way = [self._route.source, *self._route.before]
+        way = [self._route.upstream, *self._route.before]
         way += [self._peer] if self._peer not in way else []
         if named not in way[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
             return ""

@@ -15,7 +15,6 @@ from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Message, Plan, TooManyMessages
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
-    SENDER,
     DigestBlock,
     Machine,
     SenderState,
@@ -87,7 +86,7 @@ class _Send(Transfer[SendOptions]):
         self._transfer = link.new_transfer()
         # The routes of the payload, if receivers forward it.
         self._routes = chain(self._transfer.origin, peers) if options.relay and len(peers) > 1 else {}
-        self._machines = {peer: Machine(SENDER, SenderState.DESCRIBING) for peer in peers}
+        self._machines = {peer: Machine(SenderState.DESCRIBING) for peer in peers}
 
     def run(self, state: object) -> Report:
         try:
@@ -204,7 +203,7 @@ class _Send(Transfer[SendOptions]):
             self._runner.sleep((), self._runner.now_s() + _REFUSAL_S)
 
     def _lane(self, peer: int, data: bytes) -> Lane[None]:
-        has_payload = peer not in self._routes or self._routes[peer].source == self._frame.origin
+        has_payload = peer not in self._routes or self._routes[peer].upstream == self._frame.origin
         payload_bytes = self._source.plan.payload_bytes if has_payload else 0
         progress = Progress(peer, payload_bytes, contacted=False)
         # The lanes that send a payload share the windows.
@@ -321,8 +320,8 @@ class _Send(Transfer[SendOptions]):
         for peer, route in self._routes.items():
             if peer in failed:
                 found[peer], lost_by[peer] = failed[peer], peer
-            elif route.source in lost_by:
-                lost_by[peer] = lost_by[route.source]
+            elif route.upstream in lost_by:
+                lost_by[peer] = lost_by[route.upstream]
                 what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
                 found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
         return found or failed

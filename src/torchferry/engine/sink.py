@@ -16,8 +16,8 @@ import torch
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra, compare, tensor_pairs
 from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
-from torchferry.core.placement import SAME_LAYOUT, Direct, Placement, Placements, place_in_local_state
+from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
+from torchferry.core.placement import IDENTICAL, Direct, Placement, Placements, place_in_local_state
 from torchferry.core.plan import Chunk, Message, Plan
 from torchferry.core.tree import Path, format_path
 from torchferry.engine.source import digest_pieces
@@ -52,7 +52,7 @@ class Sink:
 
     manifest: Manifest
     plan: Plan
-    placements: Placements = SAME_LAYOUT
+    placements: Placements = IDENTICAL
     fresh: FreshMemory | None = None
     local: Description | None = None
     written: Collection[int] = ()
@@ -99,7 +99,7 @@ class Sink:
         self, local: Description, message: Message, buffer: torch.Tensor, opened: Direct | None
     ) -> None:
         chunks = self.plan.chunks_of(message)
-        if self.placements.same_layout:
+        if self.placements.identical:
             if opened is None:
                 self.mark(message.first, message.end, ChunkState.WRITTEN)
                 memories = [local.memories[chunk.piece.storage] for chunk in chunks]
@@ -168,7 +168,7 @@ class Sink:
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
         unfinished = {pair.incoming for pair in self.placements.via_scratch}
-        return outcome(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
+        return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""

@@ -50,7 +50,7 @@ class Workspace:
 
     def encode(self, manifest: Manifest) -> EncodedManifest:
         """Encode a manifest of this process, and keep it: a peer often sends the same one."""
-        encoded = codec.encode_manifest(manifest)
+        encoded = EncodedManifest(manifest, codec.encode_value(manifest))
         return self._get(("manifest", encoded.data), lambda: encoded)
 
     def with_known_manifest(self, description: Description) -> Description:
@@ -70,7 +70,7 @@ class Workspace:
     def plan(self, encoded: EncodedManifest, *sizes: Any, **more: Any) -> Plan:
         """Plan a transfer as `make_plan` does, with the same arguments after the manifest."""
         # Only the tensors matter: a plan is kept while values, such as a step, change.
-        key = ("plan", codec.pack(encoded.manifest.tensors), sizes, tuple(more.items()))
+        key = ("plan", codec.encode_value(encoded.manifest.tensors), sizes, tuple(more.items()))
         return self._get(key, lambda: make_plan(encoded.manifest, *sizes, **more))
 
     def prepare(

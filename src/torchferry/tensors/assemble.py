@@ -225,13 +225,12 @@ def assemble_in_place(
         ]
         return rebuild(manifest, values, prepared.build)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
-    places = occurrences(tree.manifest)
-    wanted = {path for path, _ in places}
     built = {number: received[path] for number, path in tied_to_local(manifest, comparison).items()}
-    for path, number in comparison.incoming_only:
-        if path in wanted:
-            if number not in built:
-                built[number] = _build_leaf(prepared, number, build)
-            received[path] = built[number]
+    # The local tree has no place for paths that only the peer has.
+    for path, number in comparison.incoming_only if tree.manifest is not target.manifest else ():
+        if number not in built:
+            built[number] = _build_leaf(prepared, number, build)
+        received[path] = built[number]
+    places = occurrences(tree.manifest)
     leaves = (received[path] if path in received else target.values[leaf] for path, leaf in places)
     return rebuild_places(tree.manifest, leaves, tree.build)

@@ -11,9 +11,8 @@ from operator import mul
 
 import torch
 
-from torchferry.core.extents import Extent
+from torchferry.core.extents import Extent, count_items_below, memory_order, split_into_boxes
 from torchferry.core.manifest import TensorSpec
-from torchferry.core.strides import count_items_below, memory_order, split_into_boxes
 from torchferry.tensors.memory import RAW, Memory, raw_over, reread, strided
 
 

@@ -16,9 +16,8 @@ from operator import add, gt, le, mul
 import torch
 from msgspec import Struct
 
-from torchferry.core.extents import ITEM_BYTES
+from torchferry.core.extents import ITEM_BYTES, find_pattern
 from torchferry.core.manifest import MAX_DIMS, TensorSpec
-from torchferry.core.strides import find_pattern
 from torchferry.errors import Unsendable
 from torchferry.tensors.memory import CPU, Memory, dtype_name, memory_at
 from torchferry.torch_internals import is_zerotensor, storage_id

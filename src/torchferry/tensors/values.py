@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from msgspec.msgpack import Decoder
 
-from torchferry.core.codec import pack, payload_of, unpack
+from torchferry.core.codec import data_of, decode_value, encode_value
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import Item, Nested, Special, Value
 from torchferry.core.text import MAX_CHARACTERS
@@ -84,7 +84,7 @@ def _to_wire(value: Any) -> Value:
             kind = _NUMPY_SCALAR
         else:
             raise Unsendable(_explain_unsendable(value))
-    return Special(kind.code, pack(kind.to_wire(value)))
+    return Special(kind.code, encode_value(kind.to_wire(value)))
 
 
 def _explain_unsendable(value: object) -> str:
@@ -120,7 +120,7 @@ def from_wire(value: Value | Item) -> object:
     kind = _by_code.get(value.code)
     if kind is None:
         raise BadManifest(f"a value has the unknown code {value.code}")
-    payload = unpack(payload_of(value), _decoders[kind.code])
+    payload = decode_value(data_of(value), _decoders[kind.code])
     return try_build(kind.type.__qualname__, kind.from_wire, payload)
 
 
@@ -159,7 +159,7 @@ def attributes_to_wire(container: object) -> Value:
             pairs.append([_to_wire(name), to_wire(value)])
         except Unsendable as error:
             raise Unsendable(f"in its attribute {name}, {error.what}") from None
-    return Special(_DICT.code, pack(pairs)) if pairs else None
+    return Special(_DICT.code, encode_value(pairs)) if pairs else None
 
 
 def set_attributes(container: T, attributes: object) -> T:
@@ -186,7 +186,7 @@ def _list_from_wire(values: _Items) -> list[Any]:
 
 def _set_to_wire(values: Any) -> object:
     # Equal sets must be equal Specials, because they may be keys. The order of iteration may differ.
-    return sorted(map(_to_wire, values), key=pack)
+    return sorted(map(_to_wire, values), key=encode_value)
 
 
 def _dict_to_wire(mapping: Any) -> object:

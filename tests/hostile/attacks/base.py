@@ -13,7 +13,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.codec import MAGIC, VERSION, Frame, encode, pack
+from torchferry.core.codec import MAGIC, VERSION, Frame, encode, encode_value
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.errors import BadManifest, FerryError
 
@@ -69,7 +69,7 @@ def framed(body: bytes) -> bytes:
 
 def raw(envelope: object) -> bytes:
     """Encode any object as MessagePack, with magic, version and digest."""
-    return framed(pack(envelope))
+    return framed(encode_value(envelope))
 
 
 def one_value(traits: object, kind: str = "value") -> Manifest:

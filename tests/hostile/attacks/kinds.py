@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.hostile.attacks.base import attack, attacks, frame_of, spec
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.errors import BadManifest
 
@@ -16,8 +16,8 @@ LONG = {"dtype": "int64", "itemsize": 8}
 INDICES = spec((2, 2), (2, 1), **LONG)  # type: ignore[arg-type]
 VALUES = spec((2,), storage=1)
 BYTES = spec((4, 4), (4, 1), dtype="uint8", itemsize=1)
-FLOAT32 = Special(33, pack("torch.float32"))
-PRESERVE = Special(35, pack("torch.preserve_format"))
+FLOAT32 = Special(33, encode_value("torch.float32"))
+PRESERVE = Special(35, encode_value("torch.preserve_format"))
 
 MESH: dict[str, Any] = {
     "device": "cpu",
@@ -64,7 +64,7 @@ def leaf(kind: str, form: tuple[Any, Any], *specs: TensorSpec, storages: tuple[i
 
 def packed(form: Any) -> Any:
     """Pack the form of a kind, unless it is a scalar."""
-    return Special(FORM, pack(form)) if isinstance(form, (dict, list)) else form
+    return Special(FORM, encode_value(form)) if isinstance(form, (dict, list)) else form
 
 
 def fixed(form: tuple[Any, Any], **changes: object) -> tuple[Any, Any]:
@@ -213,10 +213,10 @@ attacks(
             "sharded", traits(SHARDED, all=[[[0, 0], [4, 4], "rank:0/cpu"]]), spec()
         ),
         "sharded_of_a_dtype_that_is_a_layout": lambda: leaf(
-            "sharded", traits(SHARDED, dtype=Special(34, pack("torch.strided"))), spec()
+            "sharded", traits(SHARDED, dtype=Special(34, encode_value("torch.strided"))), spec()
         ),
         "sharded_of_another_dtype": lambda: leaf(
-            "sharded", traits(SHARDED, dtype=Special(33, pack("torch.int8"))), spec()
+            "sharded", traits(SHARDED, dtype=Special(33, encode_value("torch.int8"))), spec()
         ),
         "ndarray_of_objects": lambda: leaf("ndarray", fixed(NDARRAY, dtype="|O"), BYTES),
         "ndarray_of_another_item_size": lambda: leaf("ndarray", fixed(NDARRAY, dtype="<i8"), BYTES),

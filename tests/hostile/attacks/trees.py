@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from tests.hostile.attacks.base import attack, attacks, container, frame_of, framed, raw
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
@@ -17,7 +17,7 @@ PRIME = 2**61 - 1
 
 def big(number: int) -> Special:
     """Return an int in the encoding for large ints."""
-    return Special(2, pack(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)))
+    return Special(2, encode_value(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)))
 
 
 @attack()
@@ -97,7 +97,7 @@ def puts_a_leaf_of_many_parts_in_many_places() -> bytes:
 def puts_a_large_value_in_many_places() -> bytes:
     """A set that needs a tenth of a second to decode, in ten thousand places. It must be decoded once; only
     the branch is invalid."""
-    members = Special(20, pack(list(range(100_000))))
+    members = Special(20, encode_value(list(range(100_000))))
     return frame_of(
         Manifest(-1, (Branch("hologram", (0,) * 10_000),), (Leaf("value", traits=members),), (), ())
     )
@@ -122,12 +122,12 @@ attacks(
         "has_0_and_minus_0_as_keys": lambda: container(Branch("dict", (0, 0), (0.0, -0.0))),
         "has_1_in_two_encodings_as_keys": lambda: container(Branch("dict", (0, 0), (1, big(1)))),
         "has_equal_tuples_in_two_encodings_as_keys": lambda: container(
-            Branch("dict", (0, 0), (Special(16, pack([1])), Special(16, pack([big(1)]))))
+            Branch("dict", (0, 0), (Special(16, encode_value([1])), Special(16, encode_value([big(1)]))))
         ),
         "has_equal_sets_in_two_orders_as_keys": lambda: container(
-            Branch("dict", (0, 0), (Special(21, pack([1, 2])), Special(21, pack([2, 1]))))
+            Branch("dict", (0, 0), (Special(21, encode_value([1, 2])), Special(21, encode_value([2, 1]))))
         ),
-        "has_a_list_as_key": lambda: container(Branch("dict", (0,), (Special(17, pack([])),))),
+        "has_a_list_as_key": lambda: container(Branch("dict", (0,), (Special(17, encode_value([])),))),
         "has_a_bare_list_as_key": lambda: container(
             Branch("dict", (0,), ([1],))  # type: ignore[arg-type]
         ),
@@ -143,7 +143,7 @@ attacks(
         ),
         "has_attributes_that_are_no_dict": lambda: container(Branch("odict", (0,), ("a",), "x")),
         "has_attributes_without_names": lambda: container(
-            Branch("odict", (0,), ("a",), Special(18, pack([[1, 2]])))
+            Branch("odict", (0,), ("a",), Special(18, encode_value([[1, 2]])))
         ),
         "is_of_no_known_kind": lambda: container(Branch("os.system", (0,), ("a",))),
         "is_of_a_kind_of_a_megabyte": lambda: container(Branch("k" * (1 << 20), (0,))),
@@ -165,8 +165,11 @@ def has_keys_that_collide() -> bytes:
     return container(Branch("dict", (0,) * len(keys), keys))
 
 
-def colliding_pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of ints with one hash: Python's hash of a tuple can be solved for its second item."""
+def colliding_pairs(count: int, sign: int = 1) -> list[tuple[int, int]]:
+    """Return pairs of ints with one hash: Python's hash of a tuple can be solved for its second item.
+
+    The second items have the given sign.
+    """
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = 2**64 - 1
 
@@ -182,8 +185,9 @@ def colliding_pairs(count: int) -> list[tuple[int, int]]:
     first = 1
     while len(found) < count:
         second = (before - lane(p5, first)) * inverse & mask
-        if second < PRIME:
-            found.append((first, second))
+        magnitude = sign * second & mask
+        if magnitude < PRIME:
+            found.append((first, sign * magnitude))
         first += 1
     return found
 
@@ -193,7 +197,41 @@ def has_a_set_of_tuples_that_collide() -> bytes:
     """The same with tuples, in a set inside a value."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(20, pack([Special(16, pack(pair)) for pair in colliding_pairs(50_000)])))
+    return value(
+        Special(20, encode_value([Special(16, encode_value(pair)) for pair in colliding_pairs(50_000)]))
+    )
+
+
+def colliding_steps(count: int) -> list[tuple[int, int]]:
+    """Return pairs of ints that give one hash to all tuples that end with them, whatever comes before.
+
+    Python adds the first int times p2 to its sum and rotates the sum by 31 bits. A step of 2**33 becomes 1,
+    which a step of the second int cancels. So a str before the pair, which is hashed with a secret, is no
+    protection.
+    """
+    p1, p2, modulus = 11400714785074694791, 14029467366897019727, 2**64
+    inverse = pow(p2, -1, modulus)
+    found: list[tuple[int, int]] = []
+    number = 1
+    while len(found) < count:
+        steps = (inverse << 33) * number % modulus, -p1 * inverse * number % modulus
+        first, second = (step - modulus if step >= modulus // 2 else step for step in steps)
+        if max(abs(first), abs(second)) < PRIME:
+            found.append((first, second))
+        number += 1
+    return found
+
+
+@attack(None)
+def has_paths_that_collide() -> bytes:
+    """No container has two keys that collide, but all paths do: a dict of them needs many seconds."""
+    pairs = colliding_steps(30_000)
+    inner = tuple(Branch("dict", (0,), (second,)) for _, second in pairs)
+    outer = Branch(
+        "dict", tuple(~number for number in range(2, len(inner) + 2)), tuple(first for first, _ in pairs)
+    )
+    root = Branch("dict", (0, -2), ("step", "model"))
+    return frame_of(Manifest(-1, (root, outer, *inner), ONE, (), ()))
 
 
 @attack()
@@ -266,7 +304,7 @@ def has_a_set_with_colliding_probes() -> bytes:
     """The same in a set inside a value."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(20, pack(crowding_keys(17))))
+    return value(Special(20, encode_value(crowding_keys(17))))
 
 
 @attack()
@@ -274,14 +312,14 @@ def has_floats_with_colliding_probes() -> bytes:
     """A float without fraction has the hash of its int."""
     from tests.hostile.attacks.base import value
 
-    return value(Special(18, pack([[float(number), None] for number in crowding_keys(17)])))
+    return value(Special(18, encode_value([[float(number), None] for number in crowding_keys(17)])))
 
 
 @attack(BadManifest)
 def has_a_dict_with_keys_that_collide_in_a_value() -> bytes:
     """The same in the attributes of a container."""
     pairs = [[big(n * PRIME), None] for n in range(8, 60_008)]
-    return container(Branch("odict", (0,), ("a",), Special(18, pack(pairs))))
+    return container(Branch("odict", (0,), ("a",), Special(18, encode_value(pairs))))
 
 
 @attack(None)
@@ -334,7 +372,7 @@ attacks(
             Manifest(0, (), (Leaf("value", traits=Special(18, many(b"\x90"))),), (), ())
         ),
         "has_empty_lists_inside_a_form": lambda: with_leaf(
-            pack(Special(FORM, b"\x81\xaaplacements" + many(b"\x90"))), b"\xc0", b"\xa7dtensor"
+            encode_value(Special(FORM, b"\x81\xaaplacements" + many(b"\x90"))), b"\xc0", b"\xa7dtensor"
         ),
         "has_leaves_without_a_kind": lambda: framed(HEAD + b"\x90" + many(b"\x91\xa0") + b"\x90\x90\x10"),
     },

@@ -7,7 +7,7 @@ import enum
 from typing import NamedTuple
 
 from tests.hostile.attacks.base import attack, attacks, container, value
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import Branch, Special
 from torchferry.errors import BadManifest, PeerError, PickleRefused, UnknownType
 
@@ -54,14 +54,14 @@ REGISTERED: tuple[type, ...] = (Mode, Switches, Loader, Point, Nothing)
 
 def special(code: int, payload: object) -> bytes:
     """Return the frame of one special value."""
-    return value(Special(code, pack(payload)))
+    return value(Special(code, encode_value(payload)))
 
 
 def nested(code: int, depth: int, inside: object = None) -> Special:
     """Return nested specials, each the only item of the next."""
     found: object = inside
     for _ in range(depth):
-        found = Special(code, pack([found]))
+        found = Special(code, encode_value([found]))
     assert isinstance(found, Special)
     return found
 
@@ -111,7 +111,7 @@ attacks(
         "is_a_set_with_a_member_twice": lambda: special(20, [1, 1]),
         "is_a_set_with_true_and_1": lambda: special(20, [1, True]),
         "is_a_dict_with_a_key_twice": lambda: special(18, [["a", 1], ["a", 2]]),
-        "is_a_dict_of_a_list": lambda: special(18, [[Special(17, pack([])), 1]]),
+        "is_a_dict_of_a_list": lambda: special(18, [[Special(17, encode_value([])), 1]]),
         "is_an_ordered_dict_with_attributes_of_numbers": lambda: special(19, [[], [[1, 2]]]),
         "is_a_range_with_step_zero": lambda: special(5, [0, 1, 0]),
         "is_a_size_of_texts": lambda: special(32, ["4"]),
@@ -169,7 +169,7 @@ def is_a_large_number() -> bytes:
 @attack(BadManifest)
 def is_a_large_number_as_a_flag() -> bytes:
     """Python's error message would have the whole number."""
-    return special(40, [NAME + "Mode", Special(2, pack(b"\x7f" * (1 << 20)))])
+    return special(40, [NAME + "Mode", Special(2, encode_value(b"\x7f" * (1 << 20)))])
 
 
 @attack(PickleRefused)
@@ -178,7 +178,7 @@ def is_pickled() -> bytes:
     from tests.hostile.attacks.base import frame_of, one_value
     from tests.hostile.attacks.pickles import CALL
 
-    return frame_of(one_value(Special(8, pack(CALL)), kind="pickled"))
+    return frame_of(one_value(Special(8, encode_value(CALL)), kind="pickled"))
 
 
 @attack(PeerError)
@@ -212,7 +212,7 @@ def names_a_type_by_a_list() -> bytes:
 @attack(UnknownType)
 def names_a_type_by_a_tuple() -> bytes:
     """A tuple could be a key of the registry, but is not a name."""
-    return container(Branch("namedtuple", (0,), ("x",), Special(16, pack([1]))))
+    return container(Branch("namedtuple", (0,), ("x",), Special(16, encode_value([1]))))
 
 
 @attack(UnknownType)

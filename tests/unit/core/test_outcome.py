@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchferry.core.manifest import Branch, Leaf, Manifest, TensorSpec
-from torchferry.core.outcome import ChunkState, Outcome, outcome, paths_of
+from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import make_plan
 
 NAMES = ("a", "b", "c")
@@ -24,17 +24,17 @@ WHOLE, WRITTEN, UNTOUCHED, DAMAGED = (
 
 
 def test_the_state_of_a_chunk_is_the_outcome_of_its_path() -> None:
-    assert outcome(MANIFEST, PLAN, [WHOLE, WRITTEN, UNTOUCHED]) == Outcome(("a",), ("b",), ("c",))
-    assert outcome(MANIFEST, PLAN, [UNTOUCHED, DAMAGED, WHOLE]) == Outcome(("c",), ("b",), ("a",))
+    assert outcome_of(MANIFEST, PLAN, [WHOLE, WRITTEN, UNTOUCHED]) == Outcome(("a",), ("b",), ("c",))
+    assert outcome_of(MANIFEST, PLAN, [UNTOUCHED, DAMAGED, WHOLE]) == Outcome(("c",), ("b",), ("a",))
 
 
 def test_a_tensor_that_is_still_in_scratch_memory_is_not_whole() -> None:
     states = [WHOLE, WHOLE, UNTOUCHED]
-    assert outcome(MANIFEST, PLAN, states, unfinished={1}) == Outcome(("a",), ("b",), ("c",))
+    assert outcome_of(MANIFEST, PLAN, states, unfinished={1}) == Outcome(("a",), ("b",), ("c",))
 
 
 def test_only_paths_that_both_sides_have_are_listed() -> None:
-    assert outcome(MANIFEST, PLAN, [WHOLE] * 3, paired={("b",)}) == Outcome(("b",), (), ())
+    assert outcome_of(MANIFEST, PLAN, [WHOLE] * 3, paired={("b",)}) == Outcome(("b",), (), ())
 
 
 IRREGULAR = Manifest(
@@ -60,13 +60,13 @@ class TestViewsThatOverlapTooIrregularly:
     def test_are_torn_if_some_chunks_were_written(self) -> None:
         states = [WRITTEN] * len(self.plan.chunks)
         states[0] = states[self.third] = WHOLE
-        assert outcome(IRREGULAR, self.plan, states) == Outcome(("c",), ("a", "b"), ())
+        assert outcome_of(IRREGULAR, self.plan, states) == Outcome(("c",), ("a", "b"), ())
 
     def test_are_untouched_if_no_chunk_was_written(self) -> None:
-        assert outcome(IRREGULAR, self.plan, [UNTOUCHED] * len(self.plan.chunks)) == Outcome((), (), NAMES)
+        assert outcome_of(IRREGULAR, self.plan, [UNTOUCHED] * len(self.plan.chunks)) == Outcome((), (), NAMES)
 
     def test_are_whole_if_all_chunks_are(self) -> None:
-        assert outcome(IRREGULAR, self.plan, [WHOLE] * len(self.plan.chunks)) == Outcome(NAMES, (), ())
+        assert outcome_of(IRREGULAR, self.plan, [WHOLE] * len(self.plan.chunks)) == Outcome(NAMES, (), ())
 
     def test_are_named_together_when_a_chunk_was_damaged(self) -> None:
         assert paths_of(IRREGULAR, self.plan, {0}) == ["a", "b"]
@@ -78,7 +78,7 @@ def test_an_empty_tensor_does_not_make_an_untouched_leaf_torn() -> None:
     specs = tuple(TensorSpec("int64", 8, (size,), (1,), number, 0) for number, size in enumerate((4, 0, 0)))
     manifest = Manifest(0, (), (Leaf("compressed", (0, 1, 2)),), specs, (32, 0, 0))
     plan = make_plan(manifest)
-    assert outcome(manifest, plan, [UNTOUCHED]).untouched == ("(the state itself)",)
-    assert outcome(manifest, plan, [WHOLE]).whole == ("(the state itself)",)
+    assert outcome_of(manifest, plan, [UNTOUCHED]).untouched == ("(the state itself)",)
+    assert outcome_of(manifest, plan, [WHOLE]).whole == ("(the state itself)",)
     empty = Manifest(0, (), (Leaf("tensor", (0,)),), specs[1:2], (0, 0, 0))
-    assert outcome(empty, make_plan(empty), []).whole == ("(the state itself)",)
+    assert outcome_of(empty, make_plan(empty), []).whole == ("(the state itself)",)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torchferry.core.compare import TensorPair
+from torchferry.core.compare import Pair
 from torchferry.core.extents import extents_of
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.placement import (
-    SAME_LAYOUT,
+    IDENTICAL,
     Direct,
     Itemwise,
     Placement,
@@ -25,7 +25,7 @@ def tensor(shape: tuple[int, ...], stride: tuple[int, ...], storage: int = 0, of
 
 
 def place(incoming: Manifest, local: Manifest, *pairs: tuple[int, int]) -> Placements:
-    named = [TensorPair((str(a),), a, b) for a, b in pairs]
+    named = [Pair((str(a),), a, b) for a, b in pairs]
     return place_in_local_state(extents_of(incoming.tensors), incoming, local, named)
 
 
@@ -34,7 +34,7 @@ ROW, OTHER_ROW = tensor((8,), (1,)), tensor((8,), (1,), storage=1)
 
 def test_fresh_extents_keep_their_storages_and_offsets() -> None:
     plan = make_plan(state(ROW, OTHER_ROW))
-    assert [SAME_LAYOUT.of(chunk) for chunk in plan.chunks] == [
+    assert [IDENTICAL.of(chunk) for chunk in plan.chunks] == [
         Placement((Direct(chunk.piece.storage, 0),)) for chunk in plan.chunks
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, Value
 from torchferry.core.tree import format_path, merge, occurrences, rebuild, rebuild_places
 
@@ -68,7 +68,7 @@ def test_a_state_may_be_a_single_leaf() -> None:
         (("a", "1e3"), "a['1e3']"),
         (("a", "inf"), "a['inf']"),
         (("a", " 5"), "a[' 5']"),
-        (("a", Special(16, pack([1, "x"]))), "a[(1, 'x')]"),
+        (("a", Special(16, encode_value([1, "x"]))), "a[(1, 'x')]"),
         (("a", ""), "a['']"),
         (("a", "b[0]"), "a['b[0]']"),
         (("a", True), "a[True]"),
@@ -82,7 +82,7 @@ def test_paths_are_formatted_like_python_expressions(path: tuple[Value, ...], sh
     assert format_path(path) == shown
 
 
-@pytest.mark.parametrize("data", [pack([[1]]), b"\xc1", bytes(500)])
+@pytest.mark.parametrize("data", [encode_value([[1]]), b"\xc1", bytes(500)])
 def test_a_key_that_cannot_be_decoded_is_shown_by_its_code(data: bytes) -> None:
     assert "16:" in format_path((Special(16, data),))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchferry.core.codec import Frame, encode, pack
+from torchferry.core.codec import Frame, encode, encode_value
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import make_plan
 from torchferry.core.push import TransferId
@@ -49,7 +49,9 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
 
 def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object = None) -> Leaf:
     """Describe a leaf. A form that is a dict is packed."""
-    forms = [Special(FORM, pack(form)) if isinstance(form, dict) else form for form in (fixed, traits)]
+    forms = [
+        Special(FORM, encode_value(form)) if isinstance(form, dict) else form for form in (fixed, traits)
+    ]
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 

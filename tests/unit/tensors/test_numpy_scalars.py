@@ -66,7 +66,7 @@ from tests.support.equality import assert_same
 from tests.support.transfer import transfer
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.push import TransferId
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.engine import ReceiveOptions, receive_state
@@ -111,10 +111,10 @@ def incoming(leaf, *tensors):
 
 
 incoming(
-    Leaf("ndarray", (0,), Special(0, pack({"dtype": "<f8", "backwards": []})), True),
+    Leaf("ndarray", (0,), Special(0, encode_value({"dtype": "<f8", "backwards": []})), True),
     TensorSpec("uint8", 1, (2, 8), (8, 1), 0, 0),
 )
-incoming(Leaf("value", traits=Special(41, pack(["<f8", b"12345678"]))))
+incoming(Leaf("value", traits=Special(41, encode_value(["<f8", b"12345678"]))))
 print("done")
 """
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchferry.core.codec import pack
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import FORM, MAX_DIMS, Count, Leaf, Special, TensorSpec, Value
 from torchferry.core.text import MAX_CHARACTERS, show, show_name
 from torchferry.errors import BadManifest, FerryError
@@ -42,7 +42,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def packed(self) -> Special:
         """Return the form as a Leaf has it. Equal forms become equal Specials."""
-        return Special(FORM, pack(self))
+        return Special(FORM, encode_value(self))
 
     @classmethod
     def read(cls, value: Value) -> Self:
