@@ -48,8 +48,7 @@ class ContainerKind(NamedTuple):
 def take_apart(value: object) -> ContainerParts | None:
     """Take a container apart; None if the value is not a container, or of a type that is not registered.
 
-    Raises:
-        Unsendable: it holds something besides its items that can't be sent.
+    Raises Unsendable if it holds something besides its items that can't be sent.
     """
     cls = type(value)
     kind = _by_type.get(cls)
@@ -62,9 +61,7 @@ def take_apart(value: object) -> ContainerParts | None:
 def container_builder(branch: Branch) -> BuildContainer:
     """Return a function that builds a peer's container from its children. It was tried with None for each.
 
-    Raises:
-        BadManifest: its kind is unknown, or its keys or number of children are impossible.
-        UnknownType: its type is not registered in this process.
+    Raises BadManifest if the container is impossible, and UnknownType if its type is not registered.
     """
     kind = _by_name.get(branch.kind)
     if kind is None:
@@ -87,15 +84,15 @@ def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
     return [key for key, _ in items], [value for _, value in items], extra
 
 
-def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> Any:
+def _split_with_attributes(mapping: Any) -> _Parts:
+    return _split_mapping(mapping, values.attributes_to_wire(mapping))
+
+
+def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> object:
     # Counter.update() would add counts, and raise for children that are not numbers.
     for key, child in zip(keys, children, strict=True):
         mapping[key] = child
     return mapping if attributes is None else values.set_attributes(mapping, values.from_wire(attributes))
-
-
-def _split_with_attributes(mapping: Any) -> _Parts:
-    return _split_mapping(mapping, values.attributes_to_wire(mapping))
 
 
 def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
@@ -116,11 +113,7 @@ def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
 
 
 def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
-    """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances.
-
-    Raises:
-        Unsendable: a dataclass can't be rebuilt from its fields, because of its built-in type.
-    """
+    """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances."""
     if registry.is_namedtuple(cls):
         return tuple(cls._fields), tuple
     fields = tuple(field.name for field in dataclasses.fields(cls))
@@ -138,7 +131,11 @@ def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
 def _split_fields(value: Any) -> _Parts:
     name, (keys, base) = registry.name_of(type(value)), _keys_and_base(type(value))
     fields = [key for key in keys if key is not _ITEMS]
-    if unknown := [attribute for attribute in _attribute_names(value) if attribute not in fields]:
+    # The `__dict__`, or a tuple of the `__dict__` and the slots that are set. Either may be None.
+    attributes: Any = object.__getstate__(value)
+    attributes = attributes if type(attributes) is tuple else (attributes,)
+    names = [attribute for part in attributes for attribute in part or ()]
+    if unknown := [attribute for attribute in names if attribute not in fields]:
         raise Unsendable(
             f"a {name} has attributes besides its fields ({', '.join(unknown)}), which would be lost: "
             "remove them, or make them fields"
@@ -151,19 +148,6 @@ def _split_fields(value: Any) -> _Parts:
     if base is not object:
         children.append(list(base.__iter__(value)) if base is list else dict(base.items(value)))
     return keys, children, name
-
-
-def _attribute_names(value: object) -> list[str]:
-    """List the attributes of an object: those in its `__dict__`, and the slots that are set."""
-    names = list(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            is_private = slot.startswith("__") and not slot.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if is_private else slot
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, attribute):
-                names.append(attribute)
-    return names
 
 
 def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:

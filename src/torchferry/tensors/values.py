@@ -46,15 +46,11 @@ class ValueKind(NamedTuple):
 
 
 def to_wire(value: object) -> Value:
-    """Turn a value into one that the codec can encode.
-
-    Raises:
-        Unsendable: the value, or one inside it, has an unknown type or is nested too deep.
-    """
+    """Turn a value into one that the codec can encode; raises Unsendable if that is not possible."""
     level: list[Any] = [value]
     for _ in range(MAX_NESTING + 1):
         # An object that is in two places is visited once.
-        level = list({id(item): item for item in level if isinstance(item, _NESTING_TYPES)}.values())
+        level = list({id(item): item for item in level if issubclass(type(item), _NESTING_TYPES)}.values())
         if not level:
             return _to_wire(value)
         level = [inner for item in level for inner in _members(item)]
@@ -78,7 +74,8 @@ def _to_wire(value: Any) -> Value:
             return value  # type: ignore[no-any-return]
     kind = _by_type.get(cls)
     if kind is None:
-        if isinstance(value, enum.Enum) and registry.is_registered(cls):
+        # `isinstance` would read `__class__`, which may be a property that raises.
+        if issubclass(cls, enum.Enum) and registry.is_registered(cls):
             kind = _ENUM
         elif ndarray.is_scalar(value):
             kind = _NUMPY_SCALAR
@@ -87,20 +84,20 @@ def _to_wire(value: Any) -> Value:
     return Special(kind.code, pack(kind.to_wire(value)))
 
 
-def _explain_unsendable(value: object) -> str:
+def _explain_unsendable(value: Any) -> str:
     """Return why a value can't be sent, and what to send instead."""
     cls = type(value)
     what = f"a value of type {registry.name_of(cls)} can't be sent: "
-    if isinstance(value, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
+    if issubclass(cls, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
         return what + (
             "namedtuples, dataclasses and enums can be sent after torchferry.register was called "
             "with their class on both sides; convert others to a built-in container"
         )
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(cls, "state_dict", None)):
         return what + "send its state_dict(), and load it at the receiver"
-    if isinstance(value, types.MethodType):
+    if cls is types.MethodType:
         return what + f"it is a method, so call it and send what {value.__name__}() returns"
-    if isinstance(value, torch.Tensor):
+    if issubclass(cls, torch.Tensor):
         return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (
         "send its state as built-in values and tensors and rebuild it at the receiver, leave it out, "
@@ -111,9 +108,7 @@ def _explain_unsendable(value: object) -> str:
 def from_wire(value: Value | Item) -> object:
     """Turn a decoded wire value back into the value.
 
-    Raises:
-        BadManifest: its code is unknown, or its payload is malformed.
-        UnknownType: its type is not registered, or needs a library that is not installed.
+    Raises BadManifest if it is malformed, and UnknownType if its type is not registered or not installed.
     """
     if not isinstance(value, (Special, Nested)):
         return value
@@ -140,7 +135,6 @@ def require_distinct(keys: Iterable[object]) -> Collection[Any]:
 
     Different wire values may decode to equal keys, and a peer can choose keys that collide. Create a set from
     the returned dict, not from `keys`: only then it has its full size at once, which the check assumes.
-    Raises ValueError or TypeError.
     """
     found = list(keys)
     if is_hash_flood(found):
