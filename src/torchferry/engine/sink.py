@@ -20,8 +20,7 @@ from torchferry.engine.digest import digests
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
-from torchferry.tensors.itemwise import without_repeats, write_items
-from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter
+from torchferry.tensors.memory import Memory, check_room, copy_items, new_memory, run_of, scatter, write_items
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -176,7 +175,7 @@ class Sink:
             assert self.local is not None, "only local tensors are written item by item"
             theirs, ours = self.manifest.tensors[items.incoming], self.local.manifest.tensors[items.local]
             memory = self.local.memories[ours.storage]
-            write_items(buffer, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
+            write_items(buffer, chunk, theirs, memory, ours, covers=items.covers)
 
     def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
         """Hash the received chunks of a message.
@@ -228,9 +227,7 @@ class Sink:
             assert self.local is not None, "only local tensors are copied to"
             theirs = self.manifest.tensors[pair.incoming]
             ours = self.local.manifest.tensors[pair.local]
-            received = without_repeats(raw_over(self._scratch[theirs.storage], theirs))
-            target = without_repeats(raw_over(self.local.memories[ours.storage], ours))
-            target.copy_(reread(received, theirs, ours))
+            copy_items(self._scratch[theirs.storage], theirs, self.local.memories[ours.storage], ours)
 
     def scratch(self, storage: int) -> Memory:
         """Return the scratch memory of an incoming storage.
