@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from torchferry.tensors.assemble import (
     tied_to_local,
 )
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import FreshMemory, HugePages
+from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext, properties_of
 
 _SHARD_HINT = (
@@ -60,7 +59,7 @@ def target_in_new_memory(
     manifest = incoming.manifest
     if mismatches := misfits(manifest, range(len(manifest.leaves)), context):
         raise StateMismatch(mismatches, hints=_shard_hints(mismatches))
-    fresh = FreshMemory(manifest, HugePages(time.perf_counter))
+    fresh = FreshMemory(manifest)
     sink = Sink(manifest, plan, fresh=fresh)
     # Packed tensors are allocated when they arrive, many at once.
     sink.allocate(plan.unpacked_storages())
