@@ -38,11 +38,8 @@ class Prepared:
 def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build the incoming state, and decode everything that is not payload.
 
-    With `only`, check only these leaves, and no containers. The other leaves are dropped, so they may be of
-    any kind.
-
-    Raises:
-        PeerError: a type, dtype, kind or value can't be built here; names its path.
+    Raises PeerError, which names the path of what can't be built. With `only`, check only these leaves, and
+    no containers. The other leaves are dropped, so they may be of any kind.
     """
     tensors = manifest.tensors
     values: dict[int, object] = {}
@@ -52,17 +49,15 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
     try:
         for number in range(len(manifest.leaves)) if only is None else sorted(only):
             leaf = manifest.leaves[number]
+            if leaf.kind in (VALUE, PICKLED):
+                value = from_wire(leaf.traits)
+                values[number] = value if leaf.kind == VALUE else _unpickle(value, context)
+                continue
             specs = [tensors[part] for part in leaf.parts]
-            if leaf.kind == VALUE:
-                values[number] = from_wire(leaf.traits)
-                continue
-            if leaf.kind == PICKLED:
-                values[number] = _unpickle(from_wire(leaf.traits), context)
-                continue
-            key: object = None
+            key: object = number
             if len(specs) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
                 key = leaf.kind, leaf.traits, _dtype_key(specs[0])
-            if key is None or key not in checked:
+            if key not in checked:
                 for spec in specs:
                     check_dtype(spec)
                 check_form(kind_named(leaf.kind), leaf, specs)
@@ -118,11 +113,7 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
 
 
 def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildContext) -> object:
-    """Build the received state from new memory.
-
-    Raises:
-        PeerError: the payload of a leaf is invalid; names its path.
-    """
+    """Build the received state from new memory; raises PeerError, with its path, if a leaf is invalid."""
     manifest, tensors = prepared.manifest, fresh.tensors
 
     def build(kind: Kind, leaf: Leaf) -> object:
@@ -145,8 +136,7 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildConte
 def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
     """Choose the tree of a state that is received in place: incoming, local, or both merged.
 
-    Raises:
-        StateMismatch: a merged container can't be built.
+    Raises StateMismatch if a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
         return Prepared(local, _builders(local))
@@ -200,12 +190,9 @@ def assemble_in_place(
     context: RebuildContext,
     memory_of: Callable[[int], Memory],
 ) -> object:
-    """Build the received state around the local tensors that were written.
+    """Build the received state around the written local tensors; raises PeerError if a leaf is invalid.
 
     `memory_of` returns the memory of an incoming storage, for leaves that have no local tensor.
-
-    Raises:
-        PeerError: the payload of a leaf is invalid; names its path.
     """
     manifest = prepared.manifest
 
