@@ -25,37 +25,44 @@ _HEAP_TYPE = 1 << 9  # CPython's flag of classes that are not built in
 
 
 class ContainerParts(NamedTuple):
-    """A container taken apart. A container without keys of its own, such as a list, has None."""
+    """A container taken apart. The keys are a range if it has none of its own, like a list."""
 
     kind: str
-    keys: Sequence[object] | None
+    keys: Sequence[object]
     children: Sequence[object]
-    extra: Value = None
+    extra: Value
 
 
 BuildContainer: TypeAlias = Callable[[list[object]], object]
-_Parts: TypeAlias = tuple[Sequence[object] | None, Sequence[object], Value]
 
 
 class ContainerKind(NamedTuple):
-    """How one type of container is split into keys, children and extra, and built from them."""
+    """How one built-in type is built from keys, children and extra, and what its extra is."""
 
     name: str
-    split: Callable[[Any], _Parts]
     build: Callable[[list[Any], list[Any], Any], object]
+    extra: Callable[[Any], Value] = lambda container: None
 
 
-def take_apart(value: object) -> ContainerParts | None:
+def take_apart(value: Any) -> ContainerParts | None:
     """Take a container apart; None if the value is not a container, or of a type that is not registered.
 
     Raises Unsendable if it holds something besides its items that can't be sent.
     """
     cls = type(value)
     kind = _by_type.get(cls)
+    if kind is not None:
+        if not issubclass(cls, dict):
+            children = list(value)
+            return ContainerParts(kind.name, range(len(children)), children, kind.extra(value))
+        # Read keys and values at once, because another thread may change the mapping.
+        items = list(value.items())
+        keys, children = [key for key, _ in items], [child for _, child in items]
+        return ContainerParts(kind.name, keys, children, kind.extra(value))
     # An enum may also be a namedtuple or dataclass, but its members can't be built from fields.
-    if kind is None and registry.is_registered(cls) and not issubclass(cls, enum.Enum):
-        kind = _NAMEDTUPLE if registry.is_namedtuple(cls) else _DATACLASS
-    return None if kind is None else ContainerParts(kind.name, *kind.split(value))
+    if registry.is_registered(cls) and not issubclass(cls, enum.Enum):
+        return _split_fields(value)
+    return None
 
 
 def container_builder(branch: Branch) -> BuildContainer:
@@ -63,29 +70,19 @@ def container_builder(branch: Branch) -> BuildContainer:
 
     Raises BadManifest if the container is impossible, and UnknownType if its type is not registered.
     """
-    kind = _by_name.get(branch.kind)
-    if kind is None:
+    build = _builds.get(branch.kind)
+    if build is None:
         raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
     if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
         raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
     decoded = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
-    keys = values.try_build(kind.name, values.require_distinct, decoded)
+    keys = values.try_build(branch.kind, values.require_distinct, decoded)
 
-    def build(children: list[object]) -> object:
-        return values.try_build(kind.name, kind.build, [*keys], children, branch.extra)
+    def build_container(children: list[object]) -> object:
+        return values.try_build(branch.kind, build, [*keys], children, branch.extra)
 
-    build([None] * len(branch.children))
-    return build
-
-
-def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
-    # Read keys and values at once, because another thread may change the mapping.
-    items = list(mapping.items())
-    return [key for key, _ in items], [value for _, value in items], extra
-
-
-def _split_with_attributes(mapping: Any) -> _Parts:
-    return _split_mapping(mapping, values.attributes_to_wire(mapping))
+    build_container([None] * len(branch.children))
+    return build_container
 
 
 def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> object:
@@ -95,7 +92,7 @@ def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value 
     return mapping if attributes is None else values.set_attributes(mapping, values.from_wire(attributes))
 
 
-def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
+def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
     factory = mapping.default_factory
     name = getattr(factory, "__name__", None)
     if _FACTORIES.get(name) is not factory:
@@ -103,7 +100,11 @@ def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
             f"a defaultdict with the factory {factory!r} can't be sent, only with "
             f"{', '.join(map(str, _FACTORIES))}. Convert it to a dict"
         )
-    return _split_mapping(mapping, name)
+    return name
+
+
+def _build_defaultdict(keys: list[Any], children: list[Any], name: Any) -> object:
+    return _fill(defaultdict(_FACTORIES[name]), keys, children)
 
 
 def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
@@ -128,7 +129,7 @@ def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
     )
 
 
-def _split_fields(value: Any) -> _Parts:
+def _split_fields(value: Any) -> ContainerParts:
     name, (keys, base) = registry.name_of(type(value)), _keys_and_base(type(value))
     fields = [key for key in keys if key is not _ITEMS]
     # The `__dict__`, or a tuple of the `__dict__` and the slots that are set. Either may be None.
@@ -141,13 +142,13 @@ def _split_fields(value: Any) -> _Parts:
             "remove them, or make them fields"
         )
     if base is tuple:
-        return keys, tuple(value), name
+        return ContainerParts("namedtuple", keys, tuple(value), name)
     if unset := [field for field in fields if not hasattr(value, field)]:
         raise Unsendable(f"a {name} has fields that were never set ({', '.join(unset)}): set them")
     children = [getattr(value, field) for field in fields]
     if base is not object:
         children.append(list(base.__iter__(value)) if base is list else dict(base.items(value)))
-    return keys, children, name
+    return ContainerParts("dataclass", keys, children, name)
 
 
 def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
@@ -176,20 +177,16 @@ def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
     return built
 
 
-_NAMEDTUPLE = ContainerKind("namedtuple", _split_fields, _build_fields)
-_DATACLASS = ContainerKind("dataclass", _split_fields, _build_fields)
-
 _by_type: dict[type, ContainerKind] = {
-    list: ContainerKind("list", lambda v: (None, v, None), lambda _, children, __: children),
-    tuple: ContainerKind("tuple", lambda v: (None, v, None), lambda _, children, __: tuple(children)),
-    deque: ContainerKind("deque", lambda v: (None, list(v), v.maxlen), _build_deque),
-    dict: ContainerKind("dict", _split_mapping, lambda keys, children, _: _fill({}, keys, children)),
-    OrderedDict: ContainerKind("odict", _split_with_attributes, lambda *parts: _fill(OrderedDict(), *parts)),
-    Counter: ContainerKind("counter", _split_with_attributes, lambda *parts: _fill(Counter(), *parts)),
-    defaultdict: ContainerKind(
-        "defaultdict",
-        _split_defaultdict,
-        lambda keys, children, name: _fill(defaultdict(_FACTORIES[name]), keys, children),
+    list: ContainerKind("list", lambda keys, children, _: children),
+    tuple: ContainerKind("tuple", lambda keys, children, _: tuple(children)),
+    deque: ContainerKind("deque", _build_deque, lambda queue: queue.maxlen),
+    dict: ContainerKind("dict", lambda keys, children, _: _fill({}, keys, children)),
+    OrderedDict: ContainerKind(
+        "odict", lambda *parts: _fill(OrderedDict(), *parts), values.attributes_to_wire
     ),
+    Counter: ContainerKind("counter", lambda *parts: _fill(Counter(), *parts), values.attributes_to_wire),
+    defaultdict: ContainerKind("defaultdict", _build_defaultdict, _factory_name),
 }
-_by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}
+_builds = {kind.name: kind.build for kind in _by_type.values()}
+_builds |= {"namedtuple": _build_fields, "dataclass": _build_fields}

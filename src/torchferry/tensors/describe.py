@@ -21,7 +21,7 @@ from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manif
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
 from torchferry.tensors import registry
-from torchferry.tensors.containers import ContainerParts, take_apart
+from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY, is_array_type
@@ -145,7 +145,7 @@ class _Walk:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
             if parts is None:
                 return self._visit_leaf(value)
-            keys = None if parts.keys is None else _keys_to_wire(parts.keys)
+            keys = None if type(parts.keys) is range else _keys_to_wire(parts.keys)
         except Unsendable as error:
             try:
                 return self._add_leaf(self._substitute_leaf(value, error), value)
@@ -174,7 +174,7 @@ class _Walk:
             )
         children = self._add_plain_tensors(parts.children) or [
             self._visit(child, (*path, name), length_bytes + 8 + nbytes)
-            for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
+            for name, child, nbytes in zip(parts.keys, parts.children, key_bytes, strict=True)
         ]
         self.branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
         return ~index
@@ -241,10 +241,6 @@ def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
         raise Unsendable(f"among its keys, {error.what}") from None
 
 
-def _names_of(parts: ContainerParts) -> Sequence[object]:
-    return range(len(parts.children)) if parts.keys is None else parts.keys
-
-
 def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> tuple[int, int]:
     """Return the number of paths below a value and their bytes, visiting each container once."""
     if id(value) in counted:
@@ -254,10 +250,10 @@ def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> 
     except Unsendable:
         parts = None
     paths = nbytes = 0
-    for key, child in () if parts is None else zip(_names_of(parts), parts.children, strict=True):
+    for key, child in () if parts is None else zip(parts.keys, parts.children, strict=True):
         inner, inner_bytes = _count_paths(child, counted)
         paths += 1 + inner
-        nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if isinstance(key, str) else 8))
+        nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if type(key) is str else 8))
     # `parts` may hold the only references to the children, whose ids must not be reused.
     counted[id(value)] = paths, nbytes, parts
     return paths, nbytes
