@@ -61,7 +61,7 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
             fresh = FreshMemory(manifest)
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
-            assemble_fresh(prepared, fresh, RebuildContext())
+            assemble_fresh(prepared, fresh)
         stage = "compare"
         local = describe_target(target)
         misfits(manifest, range(len(manifest.leaves)), RebuildContext())

@@ -63,7 +63,7 @@ def target_in_new_memory(
     sink = Sink(manifest, plan, fresh=fresh)
     # Packed tensors are allocated when they arrive, many at once.
     sink.allocate(plan.unpacked_storages())
-    return Target(sink, lambda: assemble_fresh(prepared, fresh, context))
+    return Target(sink, lambda: assemble_fresh(prepared, fresh))
 
 
 def target_in_place(
@@ -121,7 +121,7 @@ def target_in_place(
 
     def assemble() -> object:
         sink.copy_from_scratch()
-        return assemble_in_place(prepared, local, comparison, tree, context, sink.scratch)
+        return assemble_in_place(prepared, local, comparison, tree, sink.scratch)
 
     incoming_only = tuple(format_path(path) for path, _ in comparison.incoming_only)
     return Target(

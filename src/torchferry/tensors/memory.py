@@ -242,9 +242,12 @@ def write_items(
     levels = [(count, step * size) for count, step in zip(shape, stride, strict=True)]
     first = count_items_below(chunk_start - tensor_start, levels)
     end = count_items_below(chunk_end - tensor_start, levels)
-    # The chunk may begin with bytes of other tensors, between two items.
-    buffer = _readable(buffer, memory, size, chunk_start % size)
-    source = Memory(buffer.untyped_storage(), int(buffer.storage_offset()), buffer.device)
+    # A tensor can view items only at multiples of their size, and the chunk may begin between two items, with
+    # bytes of other tensors. Also, the buffer may be memory that is written here. A copy takes little time.
+    misaligned = chunk_start % size
+    copied = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
+    copied[misaligned:].copy_(buffer)
+    source = Memory(copied.untyped_storage(), misaligned, buffer.device)
     # Dimensions of size one and expanded dimensions have no items of their own.
     others = [d for d in range(len(theirs.shape)) if d not in dims]
     target = _raw_over(memory, ours).permute((*dims, *others))
@@ -253,17 +256,3 @@ def write_items(
         offset = tensor_start + size * sum(map(mul, start, stride)) - chunk_start
         items = strided(source, _RAW[size], offset, lengths, stride)
         target[box].copy_(_reread(items, theirs, ours)[(..., *[None] * len(others))])
-
-
-def _readable(buffer: torch.Tensor, memory: Memory, itemsize: int, misaligned: int) -> torch.Tensor:
-    """Return the buffer, or a copy whose items can be viewed and don't change when `memory` is written.
-
-    A tensor can view items only at multiples of their size. The buffer, which must start `misaligned` bytes
-    after one, may be memory of a local tensor with smaller items, or of a neighbour of the written one.
-    """
-    low = memory.storage.data_ptr()
-    overlaps = buffer.data_ptr() < low + memory.storage.nbytes() and low < buffer.data_ptr() + buffer.nbytes
-    if not overlaps and int(buffer.storage_offset()) % itemsize == misaligned:
-        return buffer
-    room = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
-    return room[misaligned:].copy_(buffer)

@@ -140,37 +140,37 @@ def _share(
     shared: list[Memory] = []
     sizes: list[int] = []
     # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
-    for group in sorted(_groups(blocks.values()), key=lambda group: min(block.tensors[0] for block in group)):
+    groups = sorted(_groups(blocks.values()), key=lambda each: min(block.tensors[0] for block in each[1]))
+    for misaligned, group in groups:
         memory, address, alignment = group[0].memory, group[0].address, group[0].itemsize
         if len(group) > 1:
             # The bytes before the first block are never read or written.
             alignment = ITEM_BYTES
-            address -= (address - _misalignment(group)) % alignment
+            address -= (address - misaligned) % alignment
             memory = memory_at(address, max(block.end for block in group) - address)
         places = {n: block.address - address + starts[n] for block in group for n in block.tensors}
-        used = {number: place for number, place in places.items() if spans[number]}
-        low = min(used.values(), default=0)
+        low = min((place for n, place in places.items() if spans[n]), default=0)
         base = low - low % alignment
-        for number in places:
+        for number, place in places.items():
             owners[number] = len(shared)
-        for number, place in used.items():
-            offsets[number] = place - base
+            offsets[number] = place - base if spans[number] else 0
         shared.append(memory.at(base))
-        sizes.append(max((place + spans[number] for number, place in used.items()), default=base) - base)
+        sizes.append(max(offsets[number] + spans[number] for number in places))
     return owners, offsets, shared, sizes
 
 
-def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+def _groups(blocks: Iterable[_Block]) -> Iterator[tuple[int, list[_Block]]]:
     """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
 
     An item must lie at a multiple of its size from the start of its storage, or no tensor can view it. The
-    blocks of a group are in the order of their addresses.
+    blocks of a group are in the order of their addresses. Before each group, yields the number of bytes by
+    which the addresses of its largest items exceed a multiple of their size.
     """
     overlapping: list[list[_Block]] = []
     end = 0
     for block in sorted(blocks, key=lambda block: block.address):
         if block.address == block.end or block.memory.device is not CPU:
-            yield [block]
+            yield 0, [block]
             continue
         if block.address >= end:
             overlapping.append([])
@@ -178,12 +178,7 @@ def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         end = max(end, block.end)
     for rest in overlapping:
         while rest:
-            misaligned = _misalignment(rest)
-            yield [block for block in rest if (block.address - misaligned) % block.itemsize == 0]
+            largest = max(rest, key=lambda block: block.itemsize)
+            misaligned = largest.address % largest.itemsize
+            yield misaligned, [block for block in rest if (block.address - misaligned) % block.itemsize == 0]
             rest = [block for block in rest if (block.address - misaligned) % block.itemsize]
-
-
-def _misalignment(blocks: Sequence[_Block]) -> int:
-    """Return how many bytes after a multiple of their size the largest items lie."""
-    largest = max(blocks, key=lambda block: block.itemsize)
-    return largest.address % largest.itemsize
