@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def target_in_new_memory(
     manifest = incoming.manifest
     if mismatches := misfits(manifest, range(len(manifest.leaves)), context):
         raise StateMismatch(mismatches, hints=_shard_hints(mismatches))
-    fresh = FreshMemory(manifest)
+    fresh = FreshMemory(manifest, time.perf_counter)
     sink = Sink(manifest, plan, fresh=fresh)
     # Packed tensors are allocated when they arrive, many at once.
     sink.allocate(plan.unpacked_storages())

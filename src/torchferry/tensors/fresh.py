@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
@@ -44,7 +43,7 @@ if _madvise is not None:
 class FreshMemory:
     """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
-    def __init__(self, manifest: Manifest, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, manifest: Manifest, clock: Callable[[], float]) -> None:
         """Raise StateError if the machine has too little memory. The clock times requests of huge pages."""
         self.tensors: dict[int, torch.Tensor] = {}
         self.wants_huge_pages = _madvise is not None
