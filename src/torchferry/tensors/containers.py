@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchferry.core.manifest import Branch, Value
@@ -37,10 +38,10 @@ BuildContainer: TypeAlias = Callable[[list[object]], object]
 
 
 class ContainerKind(NamedTuple):
-    """How one built-in type is built from keys, children and extra, and what its extra is."""
+    """How one built-in type is built from keys, extra and children, and what its extra is."""
 
     name: str
-    build: Callable[[list[Any], list[Any], Any], object]
+    build: Callable[[list[Any], Any, list[Any]], object]
     extra: Callable[[Any], Value] = lambda container: None
 
 
@@ -77,15 +78,12 @@ def container_builder(branch: Branch) -> BuildContainer:
         raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
     decoded = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
     keys = values.try_build(branch.kind, values.require_distinct, decoded)
-
-    def build_container(children: list[object]) -> object:
-        return values.try_build(branch.kind, build, [*keys], children, branch.extra)
-
+    build_container = partial(values.try_build, branch.kind, build, [*keys], branch.extra)
     build_container([None] * len(branch.children))
     return build_container
 
 
-def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> object:
+def _fill(mapping: Any, keys: list[Any], attributes: Value, children: list[Any]) -> object:
     # Counter.update() would add counts, and raise for children that are not numbers.
     for key, child in zip(keys, children, strict=True):
         mapping[key] = child
@@ -103,11 +101,11 @@ def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
     return name
 
 
-def _build_defaultdict(keys: list[Any], children: list[Any], name: Any) -> object:
-    return _fill(defaultdict(_FACTORIES[name]), keys, children)
+def _build_defaultdict(keys: list[Any], name: Any, children: list[Any]) -> object:
+    return defaultdict(_FACTORIES[name], zip(keys, children, strict=True))
 
 
-def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
+def _build_deque(keys: list[Any], maxlen: Any, children: list[Any]) -> object:
     if maxlen is not None and (type(maxlen) is not int or maxlen < len(children)):
         raise ValueError(f"{len(children)} items in a deque of maxlen {show(maxlen)}")
     return deque(children, maxlen)
@@ -151,7 +149,7 @@ def _split_fields(value: Any) -> ContainerParts:
     return ContainerParts("dataclass", keys, children, name)
 
 
-def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
+def _build_fields(keys: list[Any], name: Any, children: list[Any]) -> object:
     """Build a namedtuple or dataclass without calling its methods."""
     cls: Any = registry.look_up(name)
     expected, base = _keys_and_base(cls)
@@ -178,10 +176,10 @@ def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
 
 
 _by_type: dict[type, ContainerKind] = {
-    list: ContainerKind("list", lambda keys, children, _: children),
-    tuple: ContainerKind("tuple", lambda keys, children, _: tuple(children)),
+    list: ContainerKind("list", lambda keys, _, children: children),
+    tuple: ContainerKind("tuple", lambda keys, _, children: tuple(children)),
     deque: ContainerKind("deque", _build_deque, lambda queue: queue.maxlen),
-    dict: ContainerKind("dict", lambda keys, children, _: _fill({}, keys, children)),
+    dict: ContainerKind("dict", lambda keys, _, children: dict(zip(keys, children, strict=True))),
     OrderedDict: ContainerKind(
         "odict", lambda *parts: _fill(OrderedDict(), *parts), values.attributes_to_wire
     ),

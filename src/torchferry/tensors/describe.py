@@ -9,6 +9,7 @@ import gc
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -141,12 +142,14 @@ class _Walk:
 
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe the value at a path of `length_bytes`, and return its number for `Branch.children`."""
+        count = len(self.tensors)
         try:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
             if parts is None:
                 return self._visit_leaf(value)
             keys = None if type(parts.keys) is range else _keys_to_wire(parts.keys)
         except Unsendable as error:
+            del self.tensors[count:]
             try:
                 return self._add_leaf(self._substitute_leaf(value, error), value)
             except Unsendable as refusal:
@@ -204,12 +207,7 @@ class _Walk:
         kind = kind_of(value)
         if kind is None:
             return self._add_leaf(Leaf(VALUE, traits=to_wire(value)), value)
-        count = len(self.tensors)
-        try:
-            leaf = kind.describe(value, self._add_tensor)
-        except Unsendable:
-            del self.tensors[count:]
-            raise
+        leaf = kind.describe(value, self._add_tensor)
         self._leaf_by_id[id(value)] = len(self.leaves)
         return self._add_leaf(leaf, value)
 
@@ -245,10 +243,9 @@ def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> 
     """Return the number of paths below a value and their bytes, visiting each container once."""
     if id(value) in counted:
         return counted[id(value)][:2]
-    try:
-        parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
-    except Unsendable:
-        parts = None
+    parts = None
+    with suppress(Unsendable):
+        parts = take_apart(value)
     paths = nbytes = 0
     for key, child in () if parts is None else zip(parts.keys, parts.children, strict=True):
         inner, inner_bytes = _count_paths(child, counted)
