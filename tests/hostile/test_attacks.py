@@ -104,7 +104,7 @@ def process_metadata(data: bytes) -> None:
     frame = decode_any(data)
     plan(frame)
     prepare(frame.manifest, RebuildContext())
-    fresh = FreshMemory(frame.manifest)
+    fresh = FreshMemory(frame.manifest, time.perf_counter)
     for storage in range(len(frame.manifest.storages)):
         fresh.memory(storage)
 

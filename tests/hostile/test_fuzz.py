@@ -58,10 +58,10 @@ def outcome_of(frame: bytes, target: object) -> tuple[str, str]:
         prepared = prepare(manifest, RebuildContext())
         stage = "assemble"
         if sum(manifest.storages) < 1 << 24:
-            fresh = FreshMemory(manifest)
+            fresh = FreshMemory(manifest, time.perf_counter)
             for number, nbytes in enumerate(manifest.storages):
                 run_of(fresh.memory(number), Extent(0, 0, nbytes)).zero_()
-            assemble_fresh(prepared, fresh, RebuildContext())
+            assemble_fresh(prepared, fresh)
         stage = "compare"
         local = describe_target(target)
         misfits(manifest, range(len(manifest.leaves)), RebuildContext())

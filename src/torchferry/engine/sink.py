@@ -31,10 +31,9 @@ from torchferry.tensors.assemble import (
     tied_to_local,
 )
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import FreshMemory, HugePages
-from torchferry.tensors.itemwise import without_repeats, write_items
+from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext, properties_of
-from torchferry.tensors.memory import Memory, check_room, new_memory, raw_over, reread, run_of, scatter
+from torchferry.tensors.memory import Memory, check_room, copy_items, new_memory, run_of, scatter, write_items
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -130,7 +129,7 @@ class Sink:
                     self.before_write()
                     theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
                     memory = local.memories[ours.storage]
-                    write_items(data, chunk.piece, chunk.position, theirs, memory, ours, covers=items.covers)
+                    write_items(data, chunk, theirs, memory, ours, covers=items.covers)
 
     def _scatter(self, chunks: Sequence[Chunk], memories: Sequence[Memory], buffer: torch.Tensor) -> None:
         start = 0
@@ -176,9 +175,7 @@ class Sink:
             assert self.local is not None, "only local tensors are copied to"
             theirs = self.manifest.tensors[pair.incoming]
             ours = self.local.manifest.tensors[pair.local]
-            received = without_repeats(raw_over(self._scratch[theirs.storage], theirs))
-            target = without_repeats(raw_over(self.local.memories[ours.storage], ours))
-            target.copy_(reread(received, theirs, ours))
+            copy_items(self._scratch[theirs.storage], theirs, self.local.memories[ours.storage], ours)
 
     def scratch(self, storage: int) -> Memory:
         """Return the scratch memory of an incoming storage; raises StateError if there is not enough."""
@@ -231,11 +228,11 @@ def target_in_new_memory(
     prepared = workspace.prepare(incoming, context)
     manifest = incoming.manifest
     _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
-    fresh = FreshMemory(manifest, HugePages(time.perf_counter))
+    fresh = FreshMemory(manifest, time.perf_counter)
     # Packed tensors are allocated when they arrive, many at once.
     for storage in plan.unpacked_storages():
         fresh.memory(storage)
-    return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh, context))
+    return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh))
 
 
 def target_in_place(
@@ -287,7 +284,7 @@ def target_in_place(
 
     def assemble() -> object:
         sink.copy_from_scratch()
-        return assemble_in_place(prepared, local, comparison, tree, context, sink.scratch)
+        return assemble_in_place(prepared, local, comparison, tree, sink.scratch)
 
     incoming_only = tuple(format_path(path) for path, _ in comparison.incoming_only)
     return Target(

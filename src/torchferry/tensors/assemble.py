@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from types import NoneType
+from typing import TypeAlias
 
 from torchferry.core.compare import Comparison, Extra
 from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
@@ -21,12 +22,16 @@ from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire, try_build
 
+MemoryOf: TypeAlias = Callable[[int], Memory]
+"""Returns the memory of an incoming storage that has no local tensors."""
+
 
 @dataclass(frozen=True)
 class Prepared:
     """A manifest that this process can build, builders of its containers, and its decoded values by leaf."""
 
     manifest: Manifest
+    context: RebuildContext
     builders: list[BuildContainer]
     values: dict[int, object] = field(default_factory=dict)
 
@@ -38,11 +43,8 @@ class Prepared:
 def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int] | None = None) -> Prepared:
     """Check that this process can build the incoming state, and decode everything that is not payload.
 
-    With `only`, check only these leaves, and no containers. The other leaves are dropped, so they may be of
-    any kind.
-
-    Raises:
-        PeerError: a type, dtype, kind or value can't be built here; names its path.
+    Raises PeerError, which names the path of what can't be built. With `only`, check only these leaves, and
+    no containers. The other leaves are dropped, so they may be of any kind.
     """
     tensors = manifest.tensors
     values: dict[int, object] = {}
@@ -52,17 +54,15 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
     try:
         for number in range(len(manifest.leaves)) if only is None else sorted(only):
             leaf = manifest.leaves[number]
+            if leaf.kind in (VALUE, PICKLED):
+                value = from_wire(leaf.traits)
+                values[number] = value if leaf.kind == VALUE else _unpickle(value, context)
+                continue
             specs = [tensors[part] for part in leaf.parts]
-            if leaf.kind == VALUE:
-                values[number] = from_wire(leaf.traits)
-                continue
-            if leaf.kind == PICKLED:
-                values[number] = _unpickle(from_wire(leaf.traits), context)
-                continue
-            key: object = None
+            key: object = number
             if len(specs) == 1 and leaf.fixed is None and type(leaf.traits) in (int, NoneType):
                 key = leaf.kind, leaf.traits, _dtype_key(specs[0])
-            if key is None or key not in checked:
+            if key not in checked:
                 for spec in specs:
                     check_dtype(spec)
                 check_form(kind_named(leaf.kind), leaf, specs)
@@ -70,11 +70,11 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
     except FerryError as error:
         raise _at(manifest, number, error) from None
     if only is not None:
-        return Prepared(manifest, [], values)
+        return Prepared(manifest, context, [], values)
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
     for spec in {_dtype_key(spec): spec for spec in tensors}.values():
         check_dtype(spec)
-    return Prepared(manifest, _builders(manifest), values)
+    return Prepared(manifest, context, _builders(manifest), values)
 
 
 def _dtype_key(spec: TensorSpec) -> object:
@@ -117,12 +117,8 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
         raise _at(prepared.manifest, number, error) from None
 
 
-def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildContext) -> object:
-    """Build the received state from new memory.
-
-    Raises:
-        PeerError: the payload of a leaf is invalid; names its path.
-    """
+def assemble_fresh(prepared: Prepared, fresh: FreshMemory) -> object:
+    """Build the received state from new memory; raises PeerError, with its path, if a leaf is invalid."""
     manifest, tensors = prepared.manifest, fresh.tensors
 
     def build(kind: Kind, leaf: Leaf) -> object:
@@ -130,7 +126,7 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildConte
             if part not in tensors:
                 spec = manifest.tensors[part]
                 tensors[part] = tensor_over(fresh.memory(spec.storage), spec)
-        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], context)
+        return kind.rebuild(leaf, [tensors[part] for part in leaf.parts], prepared.context)
 
     leaves = [
         # Most leaves are a plain tensor that `unpack` created.
@@ -145,16 +141,15 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory, context: RebuildConte
 def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
     """Choose the tree of a state that is received in place: incoming, local, or both merged.
 
-    Raises:
-        StateMismatch: a merged container can't be built.
+    Raises StateMismatch if a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
-        return Prepared(local, _builders(local))
+        return Prepared(local, prepared.context, _builders(local))
     if strict:
         return prepared
     merged = merge(local, prepared.manifest)
     try:
-        return Prepared(merged, _builders(merged))
+        return Prepared(merged, prepared.context, _builders(merged))
     except FerryError as error:
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())
@@ -193,44 +188,34 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
 
 
 def assemble_in_place(
-    prepared: Prepared,
-    target: Description,
-    comparison: Comparison,
-    tree: Prepared,
-    context: RebuildContext,
-    memory_of: Callable[[int], Memory],
+    prepared: Prepared, local: Description, comparison: Comparison, tree: Prepared, memory_of: MemoryOf
 ) -> object:
-    """Build the received state around the local tensors that were written.
-
-    `memory_of` returns the memory of an incoming storage, for leaves that have no local tensor.
-
-    Raises:
-        PeerError: the payload of a leaf is invalid; names its path.
-    """
+    """Build the received state around the written local tensors; raises PeerError if a leaf is invalid."""
     manifest = prepared.manifest
 
-    def finish(incoming: int, local: int) -> object:
-        value = target.values[local]
+    def finish(incoming: int, target: int) -> object:
+        value = local.values[target]
         return _build_leaf(prepared, incoming, lambda kind, leaf: kind.finish_in_place(leaf, value))
 
     def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]
-        return kind.rebuild(leaf, [tensor_over(memory_of(spec.storage), spec) for spec in specs], context)
+        parts = [tensor_over(memory_of(spec.storage), spec) for spec in specs]
+        return kind.rebuild(leaf, parts, prepared.context)
 
     if comparison.identical:
         values = [
             # A local tensor has nothing to be finished.
-            target.values[number] if leaf.kind == DENSE.name else finish(number, number)
+            local.values[number] if leaf.kind == DENSE.name else finish(number, number)
             for number, leaf in enumerate(manifest.leaves)
         ]
         return rebuild(manifest, values, prepared.build)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     built = {number: received[path] for number, path in tied_to_local(manifest, comparison).items()}
     # The local tree has no place for paths that only the peer has.
-    for path, number in comparison.incoming_only if tree.manifest is not target.manifest else ():
+    for path, number in comparison.incoming_only if tree.manifest is not local.manifest else ():
         if number not in built:
             built[number] = _build_leaf(prepared, number, build)
         received[path] = built[number]
     places = occurrences(tree.manifest)
-    leaves = (received[path] if path in received else target.values[leaf] for path, leaf in places)
+    leaves = (received[path] if path in received else local.values[leaf] for path, leaf in places)
     return rebuild_places(tree.manifest, leaves, tree.build)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchferry.core.manifest import Branch, Value
@@ -25,80 +26,71 @@ _HEAP_TYPE = 1 << 9  # CPython's flag of classes that are not built in
 
 
 class ContainerParts(NamedTuple):
-    """A container taken apart. A container without keys of its own, such as a list, has None."""
+    """A container taken apart. The keys are a range if it has none of its own, like a list."""
 
     kind: str
-    keys: Sequence[object] | None
+    keys: Sequence[object]
     children: Sequence[object]
-    extra: Value = None
+    extra: Value
 
 
 BuildContainer: TypeAlias = Callable[[list[object]], object]
-_Parts: TypeAlias = tuple[Sequence[object] | None, Sequence[object], Value]
 
 
 class ContainerKind(NamedTuple):
-    """How one type of container is split into keys, children and extra, and built from them."""
+    """How one built-in type is built from keys, extra and children, and what its extra is."""
 
     name: str
-    split: Callable[[Any], _Parts]
-    build: Callable[[list[Any], list[Any], Any], object]
+    build: Callable[[list[Any], Any, list[Any]], object]
+    extra: Callable[[Any], Value] = lambda container: None
 
 
-def take_apart(value: object) -> ContainerParts | None:
+def take_apart(value: Any) -> ContainerParts | None:
     """Take a container apart; None if the value is not a container, or of a type that is not registered.
 
-    Raises:
-        Unsendable: it holds something besides its items that can't be sent.
+    Raises Unsendable if it holds something besides its items that can't be sent.
     """
     cls = type(value)
     kind = _by_type.get(cls)
+    if kind is not None:
+        if not issubclass(cls, dict):
+            children = list(value)
+            return ContainerParts(kind.name, range(len(children)), children, kind.extra(value))
+        # Read keys and values at once, because another thread may change the mapping.
+        items = list(value.items())
+        keys, children = [key for key, _ in items], [child for _, child in items]
+        return ContainerParts(kind.name, keys, children, kind.extra(value))
     # An enum may also be a namedtuple or dataclass, but its members can't be built from fields.
-    if kind is None and registry.is_registered(cls) and not issubclass(cls, enum.Enum):
-        kind = _NAMEDTUPLE if registry.is_namedtuple(cls) else _DATACLASS
-    return None if kind is None else ContainerParts(kind.name, *kind.split(value))
+    if registry.is_registered(cls) and not issubclass(cls, enum.Enum):
+        return _split_fields(value)
+    return None
 
 
 def container_builder(branch: Branch) -> BuildContainer:
     """Return a function that builds a peer's container from its children. It was tried with None for each.
 
-    Raises:
-        BadManifest: its kind is unknown, or its keys or number of children are impossible.
-        UnknownType: its type is not registered in this process.
+    Raises BadManifest if the container is impossible, and UnknownType if its type is not registered.
     """
-    kind = _by_name.get(branch.kind)
-    if kind is None:
+    build = _builds.get(branch.kind)
+    if build is None:
         raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
     if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
         raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
     decoded = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
-    keys = values.try_build(kind.name, values.require_distinct, decoded)
-
-    def build(children: list[object]) -> object:
-        return values.try_build(kind.name, kind.build, [*keys], children, branch.extra)
-
-    build([None] * len(branch.children))
-    return build
+    keys = values.try_build(branch.kind, values.require_distinct, decoded)
+    build_container = partial(values.try_build, branch.kind, build, [*keys], branch.extra)
+    build_container([None] * len(branch.children))
+    return build_container
 
 
-def _split_mapping(mapping: Any, extra: Value = None) -> _Parts:
-    # Read keys and values at once, because another thread may change the mapping.
-    items = list(mapping.items())
-    return [key for key, _ in items], [value for _, value in items], extra
-
-
-def _fill(mapping: Any, keys: list[Any], children: list[Any], attributes: Value = None) -> Any:
+def _fill(mapping: Any, keys: list[Any], attributes: Value, children: list[Any]) -> object:
     # Counter.update() would add counts, and raise for children that are not numbers.
     for key, child in zip(keys, children, strict=True):
         mapping[key] = child
     return mapping if attributes is None else values.set_attributes(mapping, values.from_wire(attributes))
 
 
-def _split_with_attributes(mapping: Any) -> _Parts:
-    return _split_mapping(mapping, values.attributes_to_wire(mapping))
-
-
-def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
+def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
     factory = mapping.default_factory
     name = getattr(factory, "__name__", None)
     if _FACTORIES.get(name) is not factory:
@@ -106,21 +98,21 @@ def _split_defaultdict(mapping: defaultdict[Any, Any]) -> _Parts:
             f"a defaultdict with the factory {factory!r} can't be sent, only with "
             f"{', '.join(map(str, _FACTORIES))}. Convert it to a dict"
         )
-    return _split_mapping(mapping, name)
+    return name
 
 
-def _build_deque(keys: list[Any], children: list[Any], maxlen: Any) -> object:
+def _build_defaultdict(keys: list[Any], name: Any, children: list[Any]) -> object:
+    return defaultdict(_FACTORIES[name], zip(keys, children, strict=True))
+
+
+def _build_deque(keys: list[Any], maxlen: Any, children: list[Any]) -> object:
     if maxlen is not None and (type(maxlen) is not int or maxlen < len(children)):
         raise ValueError(f"{len(children)} items in a deque of maxlen {show(maxlen)}")
     return deque(children, maxlen)
 
 
 def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
-    """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances.
-
-    Raises:
-        Unsendable: a dataclass can't be rebuilt from its fields, because of its built-in type.
-    """
+    """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances."""
     if registry.is_namedtuple(cls):
         return tuple(cls._fields), tuple
     fields = tuple(field.name for field in dataclasses.fields(cls))
@@ -135,38 +127,29 @@ def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
     )
 
 
-def _split_fields(value: Any) -> _Parts:
+def _split_fields(value: Any) -> ContainerParts:
     name, (keys, base) = registry.name_of(type(value)), _keys_and_base(type(value))
     fields = [key for key in keys if key is not _ITEMS]
-    if unknown := [attribute for attribute in _attribute_names(value) if attribute not in fields]:
+    # The `__dict__`, or a tuple of the `__dict__` and the slots that are set. Either may be None.
+    attributes: Any = object.__getstate__(value)
+    attributes = attributes if type(attributes) is tuple else (attributes,)
+    names = [attribute for part in attributes for attribute in part or ()]
+    if unknown := [attribute for attribute in names if attribute not in fields]:
         raise Unsendable(
             f"a {name} has attributes besides its fields ({', '.join(unknown)}), which would be lost: "
             "remove them, or make them fields"
         )
     if base is tuple:
-        return keys, tuple(value), name
+        return ContainerParts("namedtuple", keys, tuple(value), name)
     if unset := [field for field in fields if not hasattr(value, field)]:
         raise Unsendable(f"a {name} has fields that were never set ({', '.join(unset)}): set them")
     children = [getattr(value, field) for field in fields]
     if base is not object:
         children.append(list(base.__iter__(value)) if base is list else dict(base.items(value)))
-    return keys, children, name
+    return ContainerParts("dataclass", keys, children, name)
 
 
-def _attribute_names(value: object) -> list[str]:
-    """List the attributes of an object: those in its `__dict__`, and the slots that are set."""
-    names = list(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            is_private = slot.startswith("__") and not slot.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{slot}" if is_private else slot
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, attribute):
-                names.append(attribute)
-    return names
-
-
-def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
+def _build_fields(keys: list[Any], name: Any, children: list[Any]) -> object:
     """Build a namedtuple or dataclass without calling its methods."""
     cls: Any = registry.look_up(name)
     expected, base = _keys_and_base(cls)
@@ -192,20 +175,16 @@ def _build_fields(keys: list[Any], children: list[Any], name: Any) -> object:
     return built
 
 
-_NAMEDTUPLE = ContainerKind("namedtuple", _split_fields, _build_fields)
-_DATACLASS = ContainerKind("dataclass", _split_fields, _build_fields)
-
 _by_type: dict[type, ContainerKind] = {
-    list: ContainerKind("list", lambda v: (None, v, None), lambda _, children, __: children),
-    tuple: ContainerKind("tuple", lambda v: (None, v, None), lambda _, children, __: tuple(children)),
-    deque: ContainerKind("deque", lambda v: (None, list(v), v.maxlen), _build_deque),
-    dict: ContainerKind("dict", _split_mapping, lambda keys, children, _: _fill({}, keys, children)),
-    OrderedDict: ContainerKind("odict", _split_with_attributes, lambda *parts: _fill(OrderedDict(), *parts)),
-    Counter: ContainerKind("counter", _split_with_attributes, lambda *parts: _fill(Counter(), *parts)),
-    defaultdict: ContainerKind(
-        "defaultdict",
-        _split_defaultdict,
-        lambda keys, children, name: _fill(defaultdict(_FACTORIES[name]), keys, children),
+    list: ContainerKind("list", lambda keys, _, children: children),
+    tuple: ContainerKind("tuple", lambda keys, _, children: tuple(children)),
+    deque: ContainerKind("deque", _build_deque, lambda queue: queue.maxlen),
+    dict: ContainerKind("dict", lambda keys, _, children: dict(zip(keys, children, strict=True))),
+    OrderedDict: ContainerKind(
+        "odict", lambda *parts: _fill(OrderedDict(), *parts), values.attributes_to_wire
     ),
+    Counter: ContainerKind("counter", lambda *parts: _fill(Counter(), *parts), values.attributes_to_wire),
+    defaultdict: ContainerKind("defaultdict", _build_defaultdict, _factory_name),
 }
-_by_name = {kind.name: kind for kind in (*_by_type.values(), _NAMEDTUPLE, _DATACLASS)}
+_builds = {kind.name: kind.build for kind in _by_type.values()}
+_builds |= {"namedtuple": _build_fields, "dataclass": _build_fields}

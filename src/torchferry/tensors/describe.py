@@ -1,28 +1,34 @@
 """Describes a state: walks its tree, and lists its containers, leaves, tensors and storages in a manifest.
 
-Everything that can't be sent is found here, before anything is sent, and the error names its path.
+Everything that can't be sent, or overwritten, is found here, before anything is sent or received.
 """
 
 from __future__ import annotations
 
+import gc
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
-from torchferry.tensors.containers import ContainerParts, take_apart
+from torchferry.tensors import registry
+from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
-from torchferry.tensors.kinds.ndarray import NDARRAY
+from torchferry.tensors.kinds.ndarray import NDARRAY, is_array_type
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
-from torchferry.tensors.writable import READ_ONLY, find_read_only, holds_tensors, why_not_written
 from torchferry.torch_internals import UNCOUNTED, versions_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -61,12 +67,9 @@ class Description:
 
 
 def describe(state: object, pickle: Callable[[object], bytes] | None = None) -> Description:
-    """Describe a state that is to be sent.
+    """Describe a state that is to be sent; raises Unsendable, which names the path of what can't be sent.
 
     `pickle` encodes values of types that torchferry does not know. Without it, such values raise.
-
-    Raises:
-        Unsendable: a leaf, key or container can't be sent; names its path.
     """
 
     def pickled_leaf(value: object, error: Unsendable) -> Leaf:
@@ -83,23 +86,23 @@ def describe_target(state: object) -> Description:
     A value that can't be described or written becomes an opaque leaf with the reason. It matters only if the
     incoming state has the same path.
     """
-    described = _describe(state, _opaque_leaf)
+
+    def opaque_leaf(value: object, error: Unsendable) -> Leaf:
+        return Leaf(OPAQUE, fixed=_why_not_written(value, error), traits=f"a {type(value).__qualname__}")
+
+    described = _describe(state, opaque_leaf)
     tensors = described.manifest.tensors
-    unwritable = set(find_read_only(described.memories))
-    if not unwritable and not described.uncounted:
+    read_only = _find_read_only(described.memories)
+    if not read_only and not described.uncounted:
         return described
     leaves = tuple(
-        Leaf(OPAQUE, fixed=f"{leaf.kind} {READ_ONLY}")
+        Leaf(OPAQUE, fixed=f"{leaf.kind} in read-only memory: receive into a copy of it")
         if (leaf.kind == NDARRAY.name and not leaf.traits)
-        or any(tensors[part].storage in unwritable for part in leaf.parts)
+        or any(tensors[part].storage in read_only for part in leaf.parts)
         else leaf
         for leaf in described.manifest.leaves
     )
     return replace(described, manifest=msgspec.structs.replace(described.manifest, leaves=leaves))
-
-
-def _opaque_leaf(value: object, error: Unsendable) -> Leaf:
-    return Leaf(OPAQUE, fixed=why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
 
 def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
@@ -116,9 +119,10 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
         raise Unsendable(what, phase="describe") from None
     manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
     versions = versions_of(walk.tensors)
-    inference = [number for number, version in enumerate(versions) if version == UNCOUNTED]
-    uncounted = frozenset(walk.array_tensors + inference)
-    return Description(manifest, memories, tuple(walk.tensors), tuple(walk.values), versions, uncounted)
+    uncounted = {part for leaf in walk.leaves if leaf.kind == NDARRAY.name for part in leaf.parts}
+    uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
+    values = tuple(walk.values)
+    return Description(manifest, memories, tuple(walk.tensors), values, versions, frozenset(uncounted))
 
 
 class _Walk:
@@ -129,7 +133,6 @@ class _Walk:
         self.leaves: list[Leaf] = []
         self.values: list[object] = []
         self.tensors: list[torch.Tensor] = []
-        self.array_tensors: list[int] = []
         self._state = state
         self._substitute_leaf = substitute_leaf
         self._check_each = check_each
@@ -139,12 +142,14 @@ class _Walk:
 
     def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
         """Describe the value at a path of `length_bytes`, and return its number for `Branch.children`."""
+        count = len(self.tensors)
         try:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
             if parts is None:
                 return self._visit_leaf(value)
-            keys = None if parts.keys is None else _keys_to_wire(parts.keys)
+            keys = None if type(parts.keys) is range else _keys_to_wire(parts.keys)
         except Unsendable as error:
+            del self.tensors[count:]
             try:
                 return self._add_leaf(self._substitute_leaf(value, error), value)
             except Unsendable as refusal:
@@ -172,7 +177,7 @@ class _Walk:
             )
         children = self._add_plain_tensors(parts.children) or [
             self._visit(child, (*path, name), length_bytes + 8 + nbytes)
-            for name, child, nbytes in zip(_names_of(parts), parts.children, key_bytes, strict=True)
+            for name, child, nbytes in zip(parts.keys, parts.children, key_bytes, strict=True)
         ]
         self.branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
         return ~index
@@ -202,14 +207,7 @@ class _Walk:
         kind = kind_of(value)
         if kind is None:
             return self._add_leaf(Leaf(VALUE, traits=to_wire(value)), value)
-        count = len(self.tensors)
-        try:
-            leaf = kind.describe(value, self._add_tensor)
-        except Unsendable:
-            del self.tensors[count:]
-            raise
-        if kind is NDARRAY:
-            self.array_tensors += leaf.parts
+        leaf = kind.describe(value, self._add_tensor)
         self._leaf_by_id[id(value)] = len(self.leaves)
         return self._add_leaf(leaf, value)
 
@@ -241,23 +239,90 @@ def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
         raise Unsendable(f"among its keys, {error.what}") from None
 
 
-def _names_of(parts: ContainerParts) -> Sequence[object]:
-    return range(len(parts.children)) if parts.keys is None else parts.keys
-
-
 def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> tuple[int, int]:
     """Return the number of paths below a value and their bytes, visiting each container once."""
     if id(value) in counted:
         return counted[id(value)][:2]
-    try:
-        parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
-    except Unsendable:
-        parts = None
+    parts = None
+    with suppress(Unsendable):
+        parts = take_apart(value)
     paths = nbytes = 0
-    for key, child in () if parts is None else zip(_names_of(parts), parts.children, strict=True):
+    for key, child in () if parts is None else zip(parts.keys, parts.children, strict=True):
         inner, inner_bytes = _count_paths(child, counted)
         paths += 1 + inner
-        nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if isinstance(key, str) else 8))
+        nbytes += inner_bytes + 8 + (1 + inner) * (8 + (len(key) if type(key) is str else 8))
     # `parts` may hold the only references to the children, whose ids must not be reused.
     counted[id(value)] = paths, nbytes, parts
     return paths, nbytes
+
+
+def _why_not_written(value: Any, error: Unsendable) -> str | None:
+    """Return why the tensors in a local value can't be overwritten, or None if it has no tensors."""
+    # `isinstance` would read `__class__`, which may be a property that raises.
+    cls = type(value)
+    name = registry.name_of(cls)
+    if issubclass(cls, torch.Tensor):
+        if is_lazy(value):
+            return "a lazy parameter without a shape: run a forward first"
+        if value.device.type == "meta":
+            return "a tensor on the meta device: call `to_empty()` first"
+        if value.is_quantized:
+            return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
+        return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
+    if is_array_type(cls):
+        return f"an array of the class {name}, which can't be overwritten in place"
+    if not holds_tensors(value):
+        return None
+    if issubclass(cls, (dict, list, tuple)):
+        return f"a {name} with tensors that can't be described: {error.what}"
+    return f"a {name} that holds tensors: put the tensors themselves into the state, as its state_dict() does"
+
+
+_MAX_OBJECTS = 1 << 22
+"""A value with more objects than this, not counting numbers and strings, is assumed to hold tensors."""
+
+_NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SKIPPED_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes)
+
+
+def holds_tensors(value: object) -> bool:
+    """Return whether an object refers to a tensor or array, directly or through other objects.
+
+    References from classes, modules and functions don't count: they belong to the program, not to the state.
+    """
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        cls = type(item)
+        if issubclass(cls, torch.Tensor) or is_array_type(cls):
+            return True
+        if id(item) in seen or issubclass(cls, _SKIPPED_TYPES):
+            continue
+        seen.add(id(item))
+        if len(seen) > _MAX_OBJECTS:
+            return True
+        pending += [inner for inner in gc.get_referents(item) if type(inner) not in _NUMBERS_AND_TEXTS]
+    return False
+
+
+_READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
+
+
+def _find_read_only(memories: Sequence[Memory]) -> set[int]:
+    """Return the numbers of the memories in read-only pages. Empty on systems without /proc."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            ranges = [(int(low, 16), int(high, 16)) for low, high in _READ_ONLY_RANGE.findall(maps.read())]
+    except OSError:
+        return set()
+    ends = [high for _, high in ranges]
+    found = set()
+    for number, memory in enumerate(memories):
+        if memory.device is CPU and memory.storage.nbytes() > memory.base:
+            address = memory.storage.data_ptr()
+            # The first range that ends after the memory starts.
+            nearest = bisect_right(ends, address + memory.base)
+            if nearest < len(ranges) and ranges[nearest][0] < address + memory.storage.nbytes():
+                found.add(number)
+    return found

@@ -1,4 +1,4 @@
-"""The bytes behind a storage, and views of them.
+"""The bytes behind a storage: allocating, viewing and copying them.
 
 Payload is read and written through integer views of the storage, never through the user's tensors. So copies
 are bit-exact for every dtype, need no kernel for rare dtypes, and are invisible to autograd.
@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
-from operator import add, gt
+from operator import add, gt, mul
 
 import torch
 from msgspec import Struct
 
-from torchferry.core.extents import Extent
+from torchferry.core.extents import Extent, count_items_below, memory_order, split_into_boxes
 from torchferry.core.manifest import TensorSpec
+from torchferry.core.plan import Chunk
 from torchferry.core.text import show
 from torchferry.errors import BadManifest, StateError
 from torchferry.torch_internals import neg_view
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-RAW = {**_WORDS, 16: torch.complex128}
+_RAW = {**_WORDS, 16: torch.complex128}
 """For each item size, a dtype that copies items bit for bit."""
 
 
@@ -52,11 +53,7 @@ class Memory(Struct, frozen=True, gc=False):
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Check that this machine has this much memory: Linux grants more, and kills the process later.
-
-    Raises:
-        StateError: the machine has less.
-    """
+    """Raise StateError if this machine has less memory: Linux grants more, and kills the process later."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > physical:
         raise StateError(
@@ -66,11 +63,7 @@ def check_room(nbytes: int, what: str) -> None:
 
 
 def new_memory(nbytes: int) -> Memory:
-    """Allocate uninitialized memory on the CPU for one storage.
-
-    Raises:
-        StateError: the allocation failed.
-    """
+    """Allocate uninitialized memory on the CPU for one storage; raises StateError if that fails."""
     try:
         return Memory(torch.empty(nbytes, dtype=torch.uint8, device=CPU).untyped_storage(), 0, CPU)
     except (RuntimeError, MemoryError) as error:
@@ -101,12 +94,16 @@ def tensor_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
     return neg_view(tensor) if spec.neg else tensor
 
 
-def raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
-    """Create the same tensor with the RAW dtype of its item size, because torch can't copy every dtype."""
-    return strided(memory, RAW[spec.itemsize], spec.offset, spec.shape, spec.stride)
+def _raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
+    """Create the same tensor with the _RAW dtype of its item size, because torch can't copy every dtype.
+
+    Expanded dimensions have size one, because torch does not write a tensor whose items repeat.
+    """
+    shape = tuple(n if step else min(n, 1) for n, step in zip(spec.shape, spec.stride, strict=True))
+    return strided(memory, _RAW[spec.itemsize], spec.offset, shape, spec.stride)
 
 
-def reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Tensor:
+def _reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Tensor:
     """Convert raw items of `spec`, so that `reader` reads the same values with its own conj and neg bits.
 
     Sign bits are flipped instead of computing: torch can't negate every dtype, and may change a NaN's bits.
@@ -127,11 +124,7 @@ def reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Ten
 
 
 def check_dtype(spec: TensorSpec) -> None:
-    """Check that this torch has the dtype of a spec, with the same item size, and that its bits are allowed.
-
-    Raises:
-        BadManifest: one of them is wrong.
-    """
+    """Raise BadManifest if this torch does not have the dtype of a spec, with its item size and its bits."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.dtype.startswith("q"):
         raise BadManifest(f"torch {torch.__version__} has no dtype {show(spec.dtype)} that can be received")
@@ -144,49 +137,29 @@ def check_dtype(spec: TensorSpec) -> None:
 
 
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
-    """View a piece without gaps as bytes.
-
-    Raises:
-        StateError: its memory was freed.
-    """
+    """View a piece without gaps as bytes; raises StateError if its memory was freed."""
     check_held(memory.storage, memory.base + piece.end)
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
 def peek(memory: Memory, piece: Extent) -> bytes:
-    """Copy a short piece without gaps.
-
-    Raises:
-        StateError: its memory was freed.
-    """
+    """Copy a short piece without gaps; raises StateError if its memory was freed."""
     run = run_of(memory, piece).cpu()
     return ctypes.string_at(run.data_ptr(), run.nbytes)
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
-    """Copy pieces of memory into a flat buffer, one after the other.
-
-    Raises:
-        StateError: the memory of a piece was freed.
-    """
+    """Copy pieces of memory into a flat buffer, one after the other; raises StateError if one was freed."""
     _copy_pieces(memories, pieces, buffer, into_buffer=True)
 
 
 def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
-    """Copy a flat buffer into pieces of memory, one after the other. Gaps in a piece are not written.
-
-    Raises:
-        StateError: the memory of a piece was freed.
-    """
+    """Copy a flat buffer to pieces of memory, but not to their gaps; raises StateError if one was freed."""
     _copy_pieces(memories, pieces, buffer, into_buffer=False)
 
 
 def check_held(storage: torch.UntypedStorage, end: int) -> None:
-    """Check that a storage still has `end` bytes. Otherwise torch would silently allocate new memory for it.
-
-    Raises:
-        StateError: it has fewer.
-    """
+    """Raise StateError if a storage has fewer than `end` bytes: torch would silently allocate new memory."""
     if end > storage.nbytes():
         raise StateError(
             f"the memory of a tensor was freed during the transfer: its storage holds "
@@ -239,3 +212,46 @@ def _copy_by_address(
     targets, sources = (in_buffer, in_memory) if into_buffer else (in_memory, in_buffer)
     deque(map(_memmove, targets, sources, sizes), maxlen=0)  # a loop in C
     return True
+
+
+def copy_items(received: Memory, theirs: TensorSpec, memory: Memory, ours: TensorSpec) -> None:
+    """Copy a whole tensor that was received to the local tensor in `memory`."""
+    _raw_over(memory, ours).copy_(_reread(_raw_over(received, theirs), theirs, ours))
+
+
+def write_items(
+    buffer: torch.Tensor, chunk: Chunk, theirs: TensorSpec, memory: Memory, ours: TensorSpec, *, covers: bool
+) -> None:
+    """Write the items of an incoming tensor that a chunk holds into a local tensor of another layout.
+
+    Items arrive in the order of their addresses at the sender. A chunk's range of items is split into a few
+    boxes, and each box is one strided copy. With `covers`, the tensor is the whole extent, so the chunk's
+    position in it tells which items the chunk holds. Otherwise their addresses do.
+    """
+    dims = memory_order(theirs)
+    assert dims is not None, "a tensor whose items have no order in memory is not written item by item"
+    size = theirs.itemsize
+    shape = [theirs.shape[d] for d in dims]
+    stride = tuple(theirs.stride[d] for d in dims)
+    chunk_start, chunk_end, tensor_start = chunk.piece.offset, chunk.piece.end, theirs.offset
+    if covers:
+        # The chunk holds only items, without gaps.
+        stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
+        chunk_start, chunk_end, tensor_start = chunk.position, chunk.position + chunk.nbytes, 0
+    levels = [(count, step * size) for count, step in zip(shape, stride, strict=True)]
+    first = count_items_below(chunk_start - tensor_start, levels)
+    end = count_items_below(chunk_end - tensor_start, levels)
+    # A tensor can view items only at multiples of their size, and the chunk may begin between two items, with
+    # bytes of other tensors. Also, the buffer may be memory that is written here. A copy takes little time.
+    misaligned = chunk_start % size
+    copied = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
+    copied[misaligned:].copy_(buffer)
+    source = Memory(copied.untyped_storage(), misaligned, buffer.device)
+    # Dimensions of size one and expanded dimensions have no items of their own.
+    others = [d for d in range(len(theirs.shape)) if d not in dims]
+    target = _raw_over(memory, ours).permute((*dims, *others))
+    for start, lengths in split_into_boxes(shape, first, end):
+        box = tuple(slice(at, at + length) for at, length in zip(start, lengths, strict=True))
+        offset = tensor_start + size * sum(map(mul, start, stride)) - chunk_start
+        items = strided(source, _RAW[size], offset, lengths, stride)
+        target[box].copy_(_reread(items, theirs, ours)[(..., *[None] * len(others))])

@@ -47,11 +47,7 @@ def is_registered(cls: type) -> bool:
 
 
 def look_up(name: str) -> type:
-    """Return the registered type with a name.
-
-    Raises:
-        UnknownType: it is not registered in this process.
-    """
+    """Return the registered type with a name; raises UnknownType if this process has none."""
     try:
         return _types[name]
     except (KeyError, TypeError):
@@ -62,10 +58,8 @@ def look_up(name: str) -> type:
 
 
 def name_of(cls: type) -> str:
-    """Return the name of a type on the wire.
-
-    In a process that multiprocessing has spawned, the module of the main script is called `__mp_main__`.
-    """
+    """Return the name of a type on the wire."""
+    # In a process that multiprocessing has spawned, the module of the main script has another name.
     module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
     return f"{module}.{cls.__qualname__}"
 

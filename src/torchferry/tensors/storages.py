@@ -28,12 +28,7 @@ def find_storages(
 ) -> tuple[tuple[TensorSpec, ...], tuple[Memory, ...], tuple[int, ...]]:
     """Return a spec for each strided tensor, and the memory and the size in bytes of each storage.
 
-    Querying tensor metadata dominates description time, so `check_tensor` is called only if a property of
-    some tensor is unusual.
-
-    Raises:
-        Unsendable: a tensor can't be sent.
-        RuntimeError: torch raised it because a tensor has no strides or no storage.
+    Raises Unsendable if a tensor can't be sent, and torch's RuntimeError if one has no strides or no storage.
     """
     if not tensors:
         return (), (), ()
@@ -47,6 +42,7 @@ def find_storages(
     held = list(map(torch.UntypedStorage.nbytes, storages))
     starts: list[int] = list(map(mul, map(torch.Tensor.storage_offset, tensors), itemsizes))
     ends = [start + span if span else 0 for start, span in zip(starts, spans, strict=True)]
+    # Querying tensor metadata dominates description time, so nothing is checked if nothing is unusual.
     if False in on_cpu or True in negs or any(map(gt, ends, held)):
         for tensor in tensors:
             check_tensor(tensor)
@@ -58,8 +54,7 @@ def find_storages(
     memories = list(map(Memory, storages, starts, devices))
     storage_sizes: Sequence[int] = spans
     if not _are_disjoint(addresses, held):
-        blocks = _blocks(memories, addresses, held, itemsizes)
-        owners, offsets, memories, storage_sizes = _share(blocks, starts, spans)
+        owners, offsets, memories, storage_sizes = _share(memories, starts, spans, itemsizes)
     is_complex = any(dtype.is_complex for dtype in set(dtypes))
     conjs = map(torch.Tensor.is_conj, tensors) if is_complex else repeat(False)
     specs = map(TensorSpec, names, itemsizes, shapes, strides, owners, offsets, conjs, negs)
@@ -67,11 +62,7 @@ def find_storages(
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
-    """Check that a tensor is fully described by its dtype, shape, strides and bytes.
-
-    Raises:
-        Unsendable: it is quantized, not strided, or does not have all of its memory.
-    """
+    """Raise Unsendable if a tensor is not fully described by its dtype, shape, strides and bytes."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unsendable(
             f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''} can't be sent: "
@@ -127,84 +118,66 @@ class _Block(Struct, gc=False):
 
     memory: Memory
     address: int
-    nbytes: int
+    end: int
     tensors: list[int] = []
     itemsize: int = 1
 
 
-def _blocks(
-    memories: Sequence[Memory], addresses: Sequence[int], held: Sequence[int], itemsizes: Sequence[int]
-) -> Iterable[_Block]:
-    """List the torch storages of tensors, each once."""
+def _share(
+    memories: Sequence[Memory], starts: Sequence[int], spans: Sequence[int], itemsizes: Sequence[int]
+) -> tuple[list[int], list[int], list[Memory], list[int]]:
+    """Return each tensor's storage and offset in it, and each storage's memory and size."""
     blocks: dict[int, _Block] = {}
     for number, memory in enumerate(memories):
         owner = storage_id(memory.storage)
         if owner not in blocks:
-            blocks[owner] = _Block(memory.at(-memory.base), addresses[number], held[number])
+            address = memory.storage.data_ptr()
+            blocks[owner] = _Block(memory.at(-memory.base), address, address + memory.storage.nbytes())
         blocks[owner].tensors.append(number)
         blocks[owner].itemsize = max(blocks[owner].itemsize, itemsizes[number])
-    return blocks.values()
-
-
-def _share(
-    blocks: Iterable[_Block], starts: Sequence[int], spans: Sequence[int]
-) -> tuple[list[int], list[int], list[Memory], list[int]]:
-    """Return each tensor's storage and offset in it, and each storage's memory and size."""
     owners, offsets = [0] * len(starts), [0] * len(starts)
-    memories: list[Memory] = []
+    shared: list[Memory] = []
     sizes: list[int] = []
     # Storages are numbered by first tensor, so that the numbers don't depend on addresses.
-    for group in sorted(_groups(blocks), key=lambda group: min(block.tensors[0] for block in group)):
+    groups = sorted(_groups(blocks.values()), key=lambda each: min(block.tensors[0] for block in each[1]))
+    for misaligned, group in groups:
         memory, address, alignment = group[0].memory, group[0].address, group[0].itemsize
         if len(group) > 1:
             # The bytes before the first block are never read or written.
             alignment = ITEM_BYTES
-            address -= (address - _misalignment(group)) % alignment
-            memory = memory_at(address, max(block.address + block.nbytes for block in group) - address)
+            address -= (address - misaligned) % alignment
+            memory = memory_at(address, max(block.end for block in group) - address)
         places = {n: block.address - address + starts[n] for block in group for n in block.tensors}
-        used = {number: place for number, place in places.items() if spans[number]}
-        low = min(used.values(), default=0)
+        low = min((place for n, place in places.items() if spans[n]), default=0)
         base = low - low % alignment
-        for number in places:
-            owners[number] = len(memories)
-        for number, place in used.items():
-            offsets[number] = place - base
-        memories.append(memory.at(base))
-        sizes.append(max((place + spans[number] for number, place in used.items()), default=base) - base)
-    return owners, offsets, memories, sizes
+        for number, place in places.items():
+            owners[number] = len(shared)
+            offsets[number] = place - base if spans[number] else 0
+        shared.append(memory.at(base))
+        sizes.append(max(offsets[number] + spans[number] for number in places))
+    return owners, offsets, shared, sizes
 
 
-def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+def _groups(blocks: Iterable[_Block]) -> Iterator[tuple[int, list[_Block]]]:
     """Put blocks that overlap into one group, or into as few groups as the alignment of items allows.
 
     An item must lie at a multiple of its size from the start of its storage, or no tensor can view it. The
-    blocks of a group are in the order of their addresses.
+    blocks of a group are in the order of their addresses. Before each group, yields the number of bytes by
+    which the addresses of its largest items exceed a multiple of their size.
     """
-    for rest in _clusters(blocks):
-        while rest:
-            misaligned = _misalignment(rest)
-            yield [block for block in rest if (block.address - misaligned) % block.itemsize == 0]
-            rest = [block for block in rest if (block.address - misaligned) % block.itemsize]
-
-
-def _misalignment(blocks: Sequence[_Block]) -> int:
-    """Return how many bytes after a multiple of their size the largest items lie."""
-    largest = max(blocks, key=lambda block: block.itemsize)
-    return largest.address % largest.itemsize
-
-
-def _clusters(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Group blocks of CPU memory that overlap, by address. Any other block is a group of its own."""
-    alone: list[list[_Block]] = []
-    clusters: list[list[_Block]] = []
+    overlapping: list[list[_Block]] = []
     end = 0
     for block in sorted(blocks, key=lambda block: block.address):
-        if not block.nbytes or block.memory.device is not CPU:
-            alone.append([block])
+        if block.address == block.end or block.memory.device is not CPU:
+            yield 0, [block]
             continue
-        if block.address < end:
-            clusters[-1].append(block)
-        else:
-            clusters.append([block])
-        end = max(end, block.address + block.nbytes)
-    return alone + clusters
+        if block.address >= end:
+            overlapping.append([])
+        overlapping[-1].append(block)
+        end = max(end, block.end)
+    for rest in overlapping:
+        while rest:
+            largest = max(rest, key=lambda block: block.itemsize)
+            misaligned = largest.address % largest.itemsize
+            yield misaligned, [block for block in rest if (block.address - misaligned) % block.itemsize == 0]
+            rest = [block for block in rest if (block.address - misaligned) % block.itemsize]

@@ -27,12 +27,13 @@ from torchferry.tensors.kinds import ndarray
 T = TypeVar("T")
 _Items = tuple[Item, ...]
 _Pairs = tuple[tuple[Item, Item], ...]
+_Encode = Callable[[object], Value]
+"""Encodes a value that is inside another."""
 
 MAX_NESTING = 64
 """How deep keys, sets and attributes may be nested. Encoding and decoding them is recursive."""
 
 _MSGPACK_TYPES = frozenset({type(None), bool, float})
-_NESTING_TYPES = (tuple, list, dict, set, frozenset)
 
 
 class ValueKind(NamedTuple):
@@ -41,34 +42,12 @@ class ValueKind(NamedTuple):
     code: int
     type: type
     payload: Any
-    to_wire: Callable[[Any], object]
+    to_wire: Callable[[Any, _Encode], object]
     from_wire: Callable[[Any], object]
 
 
-def to_wire(value: object) -> Value:
-    """Turn a value into one that the codec can encode.
-
-    Raises:
-        Unsendable: the value, or one inside it, has an unknown type or is nested too deep.
-    """
-    level: list[Any] = [value]
-    for _ in range(MAX_NESTING + 1):
-        # An object that is in two places is visited once.
-        level = list({id(item): item for item in level if isinstance(item, _NESTING_TYPES)}.values())
-        if not level:
-            return _to_wire(value)
-        level = [inner for item in level for inner in _members(item)]
-    raise Unsendable(
-        f"a {type(value).__qualname__} that is nested deeper than {MAX_NESTING} can't be sent as a key, in a "
-        "set or in an attribute: flatten it"
-    )
-
-
-def _members(container: Any) -> Iterable[object]:
-    return [*container, *container.values()] if isinstance(container, dict) else container
-
-
-def _to_wire(value: Any) -> Value:
+def to_wire(value: Any, depth: int = 0) -> Value:
+    """Turn a value into one that the codec can encode; raises Unsendable if that is not possible."""
     cls = type(value)
     if cls in _MSGPACK_TYPES or (cls is int and -(2**63) <= value < 2**64):
         return value  # type: ignore[no-any-return]
@@ -78,29 +57,39 @@ def _to_wire(value: Any) -> Value:
             return value  # type: ignore[no-any-return]
     kind = _by_type.get(cls)
     if kind is None:
-        if isinstance(value, enum.Enum) and registry.is_registered(cls):
+        # `isinstance` would read `__class__`, which may be a property that raises.
+        if issubclass(cls, enum.Enum) and registry.is_registered(cls):
             kind = _ENUM
         elif ndarray.is_scalar(value):
             kind = _NUMPY_SCALAR
         else:
             raise Unsendable(_explain_unsendable(value))
-    return Special(kind.code, encode_value(kind.to_wire(value)))
+
+    def encode(inner: object) -> Value:
+        if depth == MAX_NESTING:
+            raise Unsendable(
+                f"a {cls.__qualname__} that is nested deeper than {MAX_NESTING} can't be sent as a key, in a "
+                "set or in an attribute: flatten it"
+            )
+        return to_wire(inner, depth + 1)
+
+    return Special(kind.code, encode_value(kind.to_wire(value, encode)))
 
 
-def _explain_unsendable(value: object) -> str:
+def _explain_unsendable(value: Any) -> str:
     """Return why a value can't be sent, and what to send instead."""
     cls = type(value)
     what = f"a value of type {registry.name_of(cls)} can't be sent: "
-    if isinstance(value, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
+    if issubclass(cls, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
         return what + (
             "namedtuples, dataclasses and enums can be sent after torchferry.register was called "
             "with their class on both sides; convert others to a built-in container"
         )
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(cls, "state_dict", None)):
         return what + "send its state_dict(), and load it at the receiver"
-    if isinstance(value, types.MethodType):
+    if cls is types.MethodType:
         return what + f"it is a method, so call it and send what {value.__name__}() returns"
-    if isinstance(value, torch.Tensor):
+    if issubclass(cls, torch.Tensor):
         return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (
         "send its state as built-in values and tensors and rebuild it at the receiver, leave it out, "
@@ -111,9 +100,7 @@ def _explain_unsendable(value: object) -> str:
 def from_wire(value: Value | Item) -> object:
     """Turn a decoded wire value back into the value.
 
-    Raises:
-        BadManifest: its code is unknown, or its payload is malformed.
-        UnknownType: its type is not registered, or needs a library that is not installed.
+    Raises BadManifest if it is malformed, and UnknownType if its type is not registered or not installed.
     """
     if not isinstance(value, (Special, Nested)):
         return value
@@ -140,7 +127,6 @@ def require_distinct(keys: Iterable[object]) -> Collection[Any]:
 
     Different wire values may decode to equal keys, and a peer can choose keys that collide. Create a set from
     the returned dict, not from `keys`: only then it has its full size at once, which the check assumes.
-    Raises ValueError or TypeError.
     """
     found = list(keys)
     if is_hash_flood(found):
@@ -156,7 +142,7 @@ def attributes_to_wire(container: object) -> Value:
     pairs = []
     for name, value in vars(container).items():
         try:
-            pairs.append([_to_wire(name), to_wire(value)])
+            pairs.append([to_wire(name), to_wire(value)])
         except Unsendable as error:
             raise Unsendable(f"in its attribute {name}, {error.what}") from None
     return Special(_DICT.code, encode_value(pairs)) if pairs else None
@@ -176,21 +162,17 @@ def require_type(cls: type[T], value: object) -> T:
     return value
 
 
-def _list_to_wire(values: Any) -> object:
-    return [_to_wire(value) for value in values]
-
-
 def _list_from_wire(values: _Items) -> list[Any]:
     return [from_wire(value) for value in values]
 
 
-def _set_to_wire(values: Any) -> object:
+def _dict_to_wire(mapping: Any, encode: _Encode) -> object:
+    return [[encode(key), encode(value)] for key, value in mapping.items()]
+
+
+def _set_to_wire(members: Any, encode: _Encode) -> object:
     # Equal sets must be equal Specials, because they may be keys. The order of iteration may differ.
-    return sorted(map(_to_wire, values), key=encode_value)
-
-
-def _dict_to_wire(mapping: Any) -> object:
-    return [[_to_wire(key), _to_wire(value)] for key, value in mapping.items()]
+    return sorted(map(encode, members), key=encode_value)
 
 
 def _dict_from_wire(pairs: _Pairs) -> dict[Any, object]:
@@ -198,9 +180,9 @@ def _dict_from_wire(pairs: _Pairs) -> dict[Any, object]:
     return dict(zip(keys, (from_wire(value) for _, value in pairs), strict=True))
 
 
-def _enum_to_wire(member: enum.Enum) -> object:
+def _enum_to_wire(member: enum.Enum, encode: _Encode) -> object:
     # A combination of flags has no name.
-    wire = to_wire(member.value) if isinstance(member, enum.Flag) else member.name
+    wire = encode(member.value) if isinstance(member, enum.Flag) else member.name
     return [registry.name_of(type(member)), wire]
 
 
@@ -217,37 +199,40 @@ def _enum_from_wire(wire: tuple[str, Item]) -> object:
 _DICT = ValueKind(18, dict, _Pairs, _dict_to_wire, _dict_from_wire)
 _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
 _NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
-                          ndarray.scalar_to_wire, ndarray.scalar_from_wire)  # fmt: skip
+                          lambda item, _: ndarray.scalar_to_wire(item), ndarray.scalar_from_wire)  # fmt: skip
 _KINDS = (
     # A str with surrogates, and an int of more than 64 bits: MessagePack encodes all others.
-    ValueKind(1, str, bytes, lambda text: text.encode("utf-8", "surrogatepass"),
+    ValueKind(1, str, bytes, lambda text, _: text.encode("utf-8", "surrogatepass"),
               lambda data: data.decode("utf-8", "surrogatepass")),
-    ValueKind(2, int, bytes, lambda n: n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True),
+    ValueKind(2, int, bytes, lambda n, _: n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True),
               lambda data: int.from_bytes(data, "little", signed=True)),
-    ValueKind(3, complex, bytes, lambda z: struct.pack("<dd", z.real, z.imag),
+    ValueKind(3, complex, bytes, lambda z, _: struct.pack("<dd", z.real, z.imag),
               lambda data: complex(*struct.unpack("<dd", data))),
-    ValueKind(4, bytearray, bytes, bytes, bytearray),
-    ValueKind(5, range, _Items, lambda r: _list_to_wire((r.start, r.stop, r.step)),
+    ValueKind(4, bytearray, bytes, lambda data, _: bytes(data), bytearray),
+    ValueKind(5, range, _Items, lambda r, encode: [*map(encode, (r.start, r.stop, r.step))],
               lambda wire: range(*_list_from_wire(wire))),
-    ValueKind(6, slice, _Items, lambda s: _list_to_wire((s.start, s.stop, s.step)),
+    ValueKind(6, slice, _Items, lambda s, encode: [*map(encode, (s.start, s.stop, s.step))],
               lambda wire: slice(*_list_from_wire(wire))),
-    ValueKind(7, type(Ellipsis), None, lambda _: None, lambda _: Ellipsis),
+    ValueKind(7, type(Ellipsis), None, lambda *_: None, lambda _: Ellipsis),
     # In msgspec, a field can't be both str and bytes.
-    ValueKind(8, bytes, bytes, bytes, bytes),
+    ValueKind(8, bytes, bytes, lambda data, _: data, bytes),
     # Containers inside keys, sets and attributes. All others are branches of the manifest.
-    ValueKind(16, tuple, _Items, _list_to_wire, lambda wire: tuple(_list_from_wire(wire))),
-    ValueKind(17, list, _Items, _list_to_wire, _list_from_wire),
+    ValueKind(16, tuple, _Items, lambda items, encode: [*map(encode, items)],
+              lambda wire: tuple(_list_from_wire(wire))),
+    ValueKind(17, list, _Items, lambda items, encode: [*map(encode, items)], _list_from_wire),
     _DICT,
-    ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs], lambda d: [_dict_to_wire(d), _dict_to_wire(vars(d))],
+    ValueKind(19, OrderedDict, tuple[_Pairs, _Pairs],
+              lambda d, encode: [_dict_to_wire(d, encode), _dict_to_wire(vars(d), encode)],
               lambda wire: set_attributes(OrderedDict(_dict_from_wire(wire[0])), _dict_from_wire(wire[1]))),
     ValueKind(20, set, _Items, _set_to_wire, lambda wire: set(require_distinct(map(from_wire, wire)))),
     ValueKind(21, frozenset, _Items, _set_to_wire,
               lambda wire: frozenset(require_distinct(map(from_wire, wire)))),
-    ValueKind(32, torch.Size, tuple[int, ...], list, torch.Size),
-    *(ValueKind(code, cls, str, str, {str(v): v for v in vars(torch).values() if type(v) is cls}.__getitem__)
+    ValueKind(32, torch.Size, tuple[int, ...], lambda size, _: [*size], torch.Size),
+    *(ValueKind(code, cls, str, lambda value, _: str(value),
+                {str(v): v for v in vars(torch).values() if type(v) is cls}.__getitem__)
       for code, cls in [(33, torch.dtype), (34, torch.layout), (35, torch.memory_format),
                         (36, torch.qscheme)]),
-    ValueKind(37, torch.device, str, str, torch.device),
+    ValueKind(37, torch.device, str, lambda device, _: str(device), torch.device),
 )  # fmt: skip
 
 _by_type = {kind.type: kind for kind in _KINDS}

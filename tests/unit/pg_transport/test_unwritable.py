@@ -15,7 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.pg_transport.fake_group import TransportPair
 from torchferry import StateMismatch
-from torchferry.tensors.writable import holds_tensors
+from torchferry.errors import Unsendable
+from torchferry.tensors.describe import describe, holds_tensors
 
 
 class Holder:
@@ -109,6 +110,9 @@ def test_a_large_object_without_tensors_is_a_value() -> None:
 class RaisingClass:
     """An object whose `__class__` raises, like a proxy outside its context."""
 
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise RuntimeError("working outside of request context")
@@ -116,6 +120,17 @@ class RaisingClass:
 
 def test_the_class_attribute_of_an_object_is_not_read() -> None:
     assert not holds_tensors([RaisingClass()])
+    assert "RaisingClass that holds tensors" in mismatch_of(torch.ones(2), RaisingClass(torch.zeros(2)))
+    received = TransportPair({"leaf": RaisingClass(), "w": torch.zeros(2)}).transfer(
+        {"leaf": 1, "w": torch.ones(2)}
+    )
+    assert received["leaf"] == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {value}], ids=["a leaf", "in a set"])
+def test_an_object_whose_class_attribute_raises_is_refused_with_its_path(wrap: Callable[[Any], Any]) -> None:
+    with pytest.raises(Unsendable, match=r"^model\.leaf: a value of type .*RaisingClass can't be sent"):
+        describe({"model": {"leaf": wrap(RaisingClass())}})
 
 
 def test_a_mismatch_names_the_attribute_of_a_local_state_dict_that_can_t_be_described() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torchferry.core.push import TransferId
 from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import BadManifest, FerryError
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
+from torchferry.tensors.values import to_wire
 from torchferry.testing import MemoryNetwork
 
 WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)
@@ -57,17 +60,17 @@ def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object
 
 PLACED = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
 TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
+SHARDS = [[[0, 0], [2, 2]], [[2, 0], [2, 2]]]
+SHARDED_TRAITS = {
+    "all": [[*shard, "rank:0/cpu"] for shard in SHARDS],
+    "dtype": to_wire(torch.int64),
+    "requires_grad": False,
+    "memory_format": to_wire(torch.contiguous_format),
+}
 VALID = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
-    "dtensor": (
-        leaf(
-            "dtensor",
-            (0,),
-            PLACED,
-            TRAITS,
-        ),
-        WORDS,
-    ),
+    "dtensor": (leaf("dtensor", (0,), PLACED, TRAITS), WORDS),
+    "sharded": (leaf("sharded", (0,), {"size": [4, 2], "shards": SHARDS[:1]}, SHARDED_TRAITS), WORDS),
     "ndarray": (leaf("ndarray", (0,), {"dtype": "<i8", "backwards": [0]}, True), BYTES),
 }
 
@@ -78,53 +81,65 @@ def test_the_valid_examples_are_received(name: str) -> None:
 
 
 SPARSE_FORM = {"layout": "torch.sparse_coo", "size": [2, 2]}
+SPARSE_TRAITS = {"grad": 0, "coalesced": True}
 MALFORMED = {
-    "a tensor of no parts": Leaf("tensor", ()),
-    "a tensor of two parts": Leaf("tensor", (0, 0)),
-    "a tensor with a form": leaf("tensor", (0,), {"x": 1}),
-    "a tensor with odd traits": Leaf("tensor", (0,), None, "grad"),
-    "a sparse of one part": leaf("sparse", (0,), SPARSE_FORM, {"grad": 0, "coalesced": True}),
-    "a sparse without traits": leaf("sparse", (0, 0), SPARSE_FORM),
-    "a sparse without size": leaf("sparse", (0, 0), {"layout": "x"}, {"grad": 0, "coalesced": True}),
-    "a sparse of a size that fits nothing": leaf(
-        "sparse", (0, 0), {"layout": "torch.sparse_coo", "size": [2]}, {"grad": 0, "coalesced": True}
+    "a tensor of no parts": (Leaf("tensor", ()), "has 0 tensors, expected 1"),
+    "a tensor of two parts": (Leaf("tensor", (0, 0)), "has 2 tensors, expected 1"),
+    "a tensor with a form": (leaf("tensor", (0,), {"x": 1}), "Expected `null`"),
+    "a tensor with odd traits": (Leaf("tensor", (0,), None, "grad"), "Expected `int | null`"),
+    "a sparse of one part": (
+        leaf("sparse", (0,), SPARSE_FORM, SPARSE_TRAITS),
+        "has 1 tensors, expected 2",
     ),
-    "a sparse of an unknown layout": leaf(
-        "compressed", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
+    "a sparse without traits": (leaf("sparse", (0, 0), SPARSE_FORM), "expected SparseTraits"),
+    "a sparse without size": (leaf("sparse", (0, 0), {"layout": "x"}, SPARSE_TRAITS), "field `size`"),
+    "a sparse of a size that fits nothing": (
+        leaf("sparse", (0, 0), {**SPARSE_FORM, "size": [2]}, SPARSE_TRAITS),
+        "sparse can't be built: RuntimeError",
     ),
-    "a dtensor without mesh": leaf("dtensor", (0,), PLACED, {"grad": 0, "stride": [2, 1], "mesh": None}),
-    "a dtensor on an impossible mesh": leaf(
-        "dtensor",
-        (0,),
-        PLACED,
-        {"grad": 0, "stride": [2, 1], "mesh": {**MESH, "sizes": [[7], [3]]}},
+    "a sparse of an unknown layout": (
+        leaf("compressed", (0, 0, 0), {**SPARSE_FORM, "layout": "torch.wild"}, SPARSE_TRAITS),
+        "its layout is 'torch.wild'",
     ),
-    "a dtensor of an unknown placement": leaf(
-        "dtensor",
-        (0,),
-        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2], "position": None},
-        TRAITS,
+    "a dtensor without mesh": (leaf("dtensor", (0,), PLACED, {**TRAITS, "mesh": None}), "at `$.mesh`"),
+    "a dtensor on an impossible mesh": (
+        leaf("dtensor", (0,), PLACED, {**TRAITS, "mesh": {**MESH, "sizes": [[7], [3]]}}),
+        "mesh, position and placements differ",
     ),
-    "a sharded of more shards than parts": leaf(
-        "sharded",
-        (0,),
-        {"size": [4, 2], "shards": []},
-        {"all": [], "dtype": Special(33, b""), "requires_grad": False, "memory_format": None},
+    "a dtensor of an unknown placement": (
+        leaf("dtensor", (0,), {**PLACED, "placements": [["hovering", 0]]}, TRAITS),
+        "its placement ('hovering', 0) is unknown",
     ),
-    "an ndarray of an unknown dtype": leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
-    "an ndarray of objects": leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, True),
-    "an ndarray of another item size": leaf("ndarray", (0,), {"dtype": "<i4", "backwards": []}, True),
-    "an ndarray without traits": leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
-    "a value that is a piece of code": Leaf("value", traits=Special(99, b"\xc0")),
-    "a value cut short": Leaf("value", traits=Special(3, b"\xc4\x01a")),
+    "a sharded of more shards than parts": (
+        leaf("sharded", (0,), {"size": [4, 2], "shards": SHARDS}, SHARDED_TRAITS),
+        "its 1 tensors are not the 2 local shards",
+    ),
+    "an ndarray of an unknown dtype": (
+        leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
+        "'<q9' not understood",
+    ),
+    "an ndarray of objects": (
+        leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, True),
+        "items of the numpy dtype object are not bytes",
+    ),
+    "an ndarray of another item size": (
+        leaf("ndarray", (0,), {"dtype": "<i4", "backwards": []}, True),
+        "does not hold the bytes of int32 items",
+    ),
+    "an ndarray without traits": (
+        leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),
+        "Expected `bool`",
+    ),
+    "a value of an unknown code": (Leaf("value", traits=Special(99, b"\xc0")), "unknown code 99"),
+    "a value cut short": (Leaf("value", traits=Special(3, b"\xc4\x01a")), "complex can't be built"),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_leaf_raises_an_error_that_names_its_path(name: str) -> None:
-    leaf = MALFORMED[name]
+def test_a_malformed_leaf_raises_an_error_with_its_path_and_the_reason(name: str) -> None:
+    leaf, reason = MALFORMED[name]
     tensors = [BYTES if leaf.kind == "ndarray" else WORDS] if leaf.parts or leaf.kind == "tensor" else []
-    with pytest.raises(BadManifest, match=r"^model\.odd: ") as raised:
+    with pytest.raises(BadManifest, match=rf"^model\.odd: .*{re.escape(reason)}") as raised:
         receive(leaf, *tensors)
     assert (raised.value.path, raised.value.peer) == ("model.odd", 0)
 
@@ -139,12 +154,19 @@ def test_in_place_a_malformed_leaf_raises_before_anything_is_written() -> None:
     assert torch.equal(local.to_dense(), before)
 
 
+NOT_IMPORTED = "this"
+"""A module of the standard library that nothing imports."""
+
+
 @pytest.mark.parametrize(
     "branch",
     [
         Branch("hologram", (0,)),
         Branch("namedtuple", (0,), ("x",), None),
         Branch("dataclass", (0,), ("x",), "os.system"),
+        Branch("dataclass", (0,), ("x",), f"{NOT_IMPORTED}.anything"),
+        Branch("namedtuple", (0,), ("x",), NOT_IMPORTED),
+        Branch("defaultdict", (0,), ("x",), f"{NOT_IMPORTED}.anything"),
         Branch("dataclass", (0,), (1,), "torch.Tensor"),
         Branch("defaultdict", (0,), ("x",), "eval"),
         Branch("deque", (0,), None, "long"),
@@ -159,5 +181,8 @@ def test_a_malformed_container_raises_and_imports_nothing(branch: Branch) -> Non
     network = MemoryNetwork()
     network.link(0).send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     network.link(0).send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
+    before = set(sys.modules)
     with pytest.raises(FerryError):
         receive_state(network.link(1), 0, ReceiveOptions(5, 1 << 20))
+    assert set(sys.modules) == before
+    assert NOT_IMPORTED not in before
