@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from torchferry.errors import Unsendable
 from torchferry.tensors import registry
-from torchferry.tensors.kinds.ndarray import is_array_type
+from torchferry.tensors.kinds.ndarray import numpy_class
 from torchferry.tensors.memory import CPU, Memory
 
 READ_ONLY = "in read-only memory: receive into a copy of it"
@@ -38,7 +38,7 @@ def why_not_written(value: object, error: Unsendable) -> str | None:
         if value.is_quantized:
             return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
         return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
-    if is_array_type(type(value)):
+    if isinstance(value, numpy_class("ndarray")):
         return f"an array of the class {name}, which can't be overwritten in place"
     if not holds_tensors(value):
         return None
@@ -58,7 +58,7 @@ def holds_tensors(value: object) -> bool:
         item = pending.pop()
         # `isinstance` would read `__class__`, which may be a property that raises.
         cls = type(item)
-        if issubclass(cls, torch.Tensor) or is_array_type(cls):
+        if issubclass(cls, torch.Tensor) or issubclass(cls, numpy_class("ndarray")):
             return True
         if id(item) in seen or issubclass(cls, _SKIPPED_TYPES):
             continue

@@ -88,7 +88,7 @@ MALFORMED = {
         "sparse", (0, 0), {"layout": "torch.sparse_coo", "size": [2]}, {"grad": 0, "coalesced": True}
     ),
     "a sparse of an unknown layout": leaf(
-        "compressed", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
+        "sparse", (0, 0, 0), {"layout": "torch.wild", "size": [2, 2]}, {"grad": 0, "coalesced": None}
     ),
     "a dtensor without mesh": leaf("dtensor", (0,), PLACED, {"grad": 0, "stride": [2, 1], "mesh": None}),
     "a dtensor on an impossible mesh": leaf(

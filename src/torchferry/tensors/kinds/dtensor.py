@@ -27,7 +27,6 @@ from torchferry.core.text import show, show_name
 from torchferry.errors import Unsendable
 from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, Misfit, RebuildContext
 from torchferry.tensors.kinds.dense import GradFlags, check_grad_flags, grad_flags, with_grad_flags
-from torchferry.tensors.memory import DTYPES
 from torchferry.torch_internals import MeshLayout
 
 _PLACEMENTS: dict[str, tuple[Any, dict[str, type]]] = {
@@ -207,7 +206,7 @@ def _show_position(position: Position | None) -> str:
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, traits = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits)
     shape, mesh = fixed.shape, traits.mesh
-    check_grad_flags(traits.grad, DTYPES[specs[0].dtype])
+    check_grad_flags(traits.grad, specs[0].dtype)
     if len(shape) != len(traits.stride):
         raise ValueError(f"its shape has {len(shape)} dimensions and its stride {len(traits.stride)}")
     if prod(n for n in shape if n) * specs[0].itemsize >= 2**63:
