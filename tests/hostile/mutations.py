@@ -76,7 +76,7 @@ def corpus() -> list[bytes]:
 _NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63))
 
 
-_TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "shard")
+_TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "Shard")
 
 _CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
 

@@ -53,7 +53,7 @@ def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 
-PLACED = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
+PLACED = {"placements": [["Shard", 0]], "shape": [4, 2], "mesh": [2], "position": "outside the mesh"}
 TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
 VALID = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
@@ -100,7 +100,7 @@ MALFORMED = {
     "a dtensor of an unknown placement": leaf(
         "dtensor",
         (0,),
-        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2], "position": None},
+        {"placements": [["hovering", 0]], "shape": [4, 2], "mesh": [2], "position": "outside the mesh"},
         TRAITS,
     ),
     "a sharded of more shards than parts": leaf(

@@ -137,12 +137,7 @@ def _describe(array: Any, add_tensor: AddTensor) -> Leaf:
         raise Unsendable(f"an ndarray of dtype {array.dtype} can't be sent: {reason}")
     backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
     forwards = array[_reversing(array.ndim, backwards)]
-    # The memory that the array shares with its bases.
-    numpy, owner = _numpy(), array
-    low, high = numpy.lib.array_utils.byte_bounds(array)
-    while isinstance(owner := owner.base, numpy.ndarray):
-        owner_low, owner_high = numpy.lib.array_utils.byte_bounds(owner)
-        low, high = min(low, owner_low), max(high, owner_high)
+    low, high = _numpy().lib.array_utils.byte_bounds(array)
     start = forwards.__array_interface__["data"][0] - low if array.size else 0
     shape, strides = (*array.shape, array.itemsize), (*forwards.strides, 1)
     data = strided(memory_at(low, high - low), torch.uint8, start, shape, strides)

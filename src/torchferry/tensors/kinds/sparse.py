@@ -32,10 +32,10 @@ class SparseFixed(Form, frozen=True):
 
 
 class SparseTraits(Form, frozen=True):
-    """The flags of a sparse tensor. `coalesced` is None for all layouts but COO."""
+    """The flags of a sparse tensor. Only COO tensors are coalesced or not."""
 
     grad: GradFlags
-    coalesced: bool | None
+    coalesced: bool
 
 
 def _members(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -48,7 +48,7 @@ def _members(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
-    coalesced = tensor.detach().is_coalesced() if tensor.layout is torch.sparse_coo else None
+    coalesced = tensor.layout is torch.sparse_coo and tensor.detach().is_coalesced()
     fixed = SparseFixed(str(tensor.layout), tuple(tensor.shape))
     traits = SparseTraits(grad_flags(tensor), coalesced)
     return Leaf(SPARSE.name, tuple(map(add_tensor, _members(tensor))), fixed.packed(), traits.packed())
@@ -68,10 +68,9 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 
 
 def _finish_in_place(leaf: Leaf, local: Any) -> object:
-    coalesced = SparseTraits.read(leaf.traits).coalesced
-    if coalesced is not None:
+    if local.layout is torch.sparse_coo:
         # Set the flag on the tensor itself: a detached copy has a flag of its own.
-        set_coalesced(local, coalesced)
+        set_coalesced(local, SparseTraits.read(leaf.traits).coalesced)
     _create(leaf, _members(local))
     return local
 
@@ -86,9 +85,6 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     check_grad_flags(traits.grad, specs[-1].dtype)
     if prod(n for n in fixed.size if n) >= 2**63:
         raise ValueError(f"its shape {show(fixed.size)} has more items than torch can count")
-    if is_coo != isinstance(traits.coalesced, bool):
-        expected = "True or False" if is_coo else "None"
-        raise ValueError(f"its flag coalesced is {traits.coalesced}, expected {expected} for {fixed.layout}")
     # torch converts indices of any other dtype, and the result is not what was sent.
     dtypes = ("int64",) if is_coo else ("int64", "int32")
     for indices in specs[:-1]:
