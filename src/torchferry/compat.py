@@ -27,9 +27,6 @@ from torchferry.torch_internals import pytree
 
 _OPCODES = frozenset(opcode.code for opcode in pickletools.opcodes)
 
-_UNCUT_BYTES = 2**62
-"""A chunk size that no storage reaches: torch's PGTransport does not cut storages."""
-
 
 @dataclass
 class ContractTensorMeta:
@@ -145,8 +142,8 @@ def _to_frame(meta: ContractStateMeta) -> Frame:
         tensors.append(TensorSpec("uint8", 1, (nbytes,), (1,), storage, 0))
         storages.append(nbytes)
     manifest = Manifest(tree.root, tree.branches, tuple(described), tuple(tensors), tuple(storages))
-    # Decoding checks it like any other manifest.
-    return Frame(decode_manifest(encode_manifest(manifest).data), _UNCUT_BYTES)
+    # Decoding checks it like any other manifest. torch's PGTransport does not cut storages into chunks.
+    return Frame(decode_manifest(encode_manifest(manifest).data), chunk_bytes=2**62)
 
 
 def _plain_int(number: object) -> int:

@@ -55,23 +55,12 @@ def numpy_class(name: str) -> type:
 
 def is_scalar(value: Any) -> bool:
     """Return whether a value is a numpy scalar that can be sent as its bytes."""
-    is_numpy = issubclass(type(value), numpy_class("generic"))
-    return is_numpy and type(value) is value.dtype.type and _why_not_bytes(value.dtype) is None
-
-
-def _why_not_bytes(dtype: Any) -> str | None:
-    """Return why items of a dtype can't be sent as bytes, and what to do; None if they can."""
-    if not _is_bytes(dtype):
-        return "its items are references, not bytes. Convert it to a list"
-    with suppress(ValueError):
-        # Records and dtypes with overlapping fields differ, or have no description at all.
-        rebuilt = _dtype_from_wire(_dtype_to_wire(dtype))
-        if rebuilt == dtype and rebuilt.type is dtype.type:
-            return None
-    return (
-        "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as uint8, and "
-        "view it back at the receiver"
-    )
+    if not issubclass(type(value), numpy_class("generic")) or type(value) is not value.dtype.type:
+        return False
+    with suppress(Unsendable):
+        _dtype_to_wire(value.dtype)
+        return True
+    return False
 
 
 def _is_bytes(dtype: Any) -> bool:
@@ -80,7 +69,20 @@ def _is_bytes(dtype: Any) -> bool:
 
 
 def _dtype_to_wire(dtype: Any) -> DtypeForm:
-    return msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)  # type: ignore[no-any-return]
+    """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly."""
+    what = f"an ndarray of dtype {dtype} can't be sent: "
+    if not _is_bytes(dtype):
+        raise Unsendable(what + "its items are references, not bytes. Convert it to a list")
+    with suppress(ValueError):
+        wire: DtypeForm = msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)
+        rebuilt = _dtype_from_wire(wire)
+        if rebuilt == dtype and rebuilt.type is dtype.type:
+            return wire
+    # A record, or a dtype with overlapping fields.
+    raise Unsendable(
+        what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
+        "and view it back at the receiver"
+    )
 
 
 def _dtype_from_wire(wire: DtypeForm) -> Any:
@@ -133,15 +135,14 @@ class NdarrayFixed(Form, frozen=True):
 
 
 def _describe(array: Any, add_tensor: AddTensor) -> Leaf:
-    if reason := _why_not_bytes(array.dtype):
-        raise Unsendable(f"an ndarray of dtype {array.dtype} can't be sent: {reason}")
+    dtype = _dtype_to_wire(array.dtype)
     backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
     forwards = array[_reversing(array.ndim, backwards)]
     low, high = _numpy().lib.array_utils.byte_bounds(array)
     start = forwards.__array_interface__["data"][0] - low if array.size else 0
     shape, strides = (*array.shape, array.itemsize), (*forwards.strides, 1)
     data = strided(memory_at(low, high - low), torch.uint8, start, shape, strides)
-    fixed = NdarrayFixed(_dtype_to_wire(array.dtype), backwards)
+    fixed = NdarrayFixed(dtype, backwards)
     return Leaf(NDARRAY.name, (add_tensor(data),), fixed.packed(), bool(array.flags.writeable))
 
 
