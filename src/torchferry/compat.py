@@ -15,8 +15,9 @@ from operator import index
 from typing import Any
 
 import torch
+from msgspec import msgpack
 
-from torchferry.core.codec import Frame, decode_manifest, encode_manifest
+from torchferry.core.codec import Frame, decode_manifest
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.text import show
 from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
@@ -143,7 +144,7 @@ def _to_frame(meta: ContractStateMeta) -> Frame:
         storages.append(nbytes)
     manifest = Manifest(tree.root, tree.branches, tuple(described), tuple(tensors), tuple(storages))
     # Decoding checks it like any other manifest. torch's PGTransport does not cut storages into chunks.
-    return Frame(decode_manifest(encode_manifest(manifest).data), chunk_bytes=2**62)
+    return Frame(decode_manifest(msgpack.encode(manifest)), chunk_bytes=2**62)
 
 
 def _plain_int(number: object) -> int:

@@ -57,10 +57,11 @@ def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
 def _create(leaf: Leaf, members: Sequence[Any]) -> torch.Tensor:
     """Create a sparse tensor over its members. torch checks every index."""
     fixed, traits = SparseFixed.read(leaf.fixed), SparseTraits.read(leaf.traits)
-    options: dict[str, Any] = {"size": fixed.size, "check_invariants": True, "device": members[-1].device}
+    options: dict[str, Any] = {"size": fixed.size, "check_invariants": True}
+    device, layout = members[-1].device, _LAYOUTS[fixed.layout]
     if fixed.layout == _COO:
-        return torch.sparse_coo_tensor(*members, is_coalesced=traits.coalesced, **options)
-    return torch.sparse_compressed_tensor(*members, layout=_LAYOUTS[fixed.layout], **options)
+        return torch.sparse_coo_tensor(*members, is_coalesced=traits.coalesced, device=device, **options)
+    return torch.sparse_compressed_tensor(*members, layout=layout, device=device, **options)
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
