@@ -58,13 +58,8 @@ def cast_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def prepare_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ContractTensorMeta]:
     """Return the storage of a tensor as bytes, and its description."""
-    meta = ContractTensorMeta(
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        storage_offset=int(tensor.storage_offset()),
-        stride=tensor.stride(),
-        nbytes=tensor.untyped_storage().nbytes(),
-    )
+    offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    meta = ContractTensorMeta(tensor.shape, tensor.dtype, offset, tensor.stride(), nbytes)
     return cast_storage(tensor, torch.uint8), meta
 
 

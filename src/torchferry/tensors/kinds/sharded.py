@@ -44,14 +44,10 @@ class ShardedTraits(Form, frozen=True):
 
 def _describe(tensor: Any, add_tensor: AddTensor) -> Leaf:
     shards, metadata = tensor.local_shards(), tensor.metadata()
-    properties = metadata.tensor_properties
     fixed = ShardedFixed(tuple(metadata.size), tuple(_bounds(shard.metadata) for shard in shards))
-    traits = ShardedTraits(
-        tuple((*_bounds(shard), str(shard.placement)) for shard in metadata.shards_metadata),
-        dtype_name(properties.dtype),
-        properties.requires_grad,
-        str(properties.memory_format),
-    )
+    placed = tuple((*_bounds(shard), str(shard.placement)) for shard in metadata.shards_metadata)
+    whole = metadata.tensor_properties
+    traits = ShardedTraits(placed, dtype_name(whole.dtype), whole.requires_grad, str(whole.memory_format))
     parts = tuple(add_tensor(shard.tensor) for shard in shards)
     return Leaf(SHARDED.name, parts, fixed.packed(), traits.packed())
 
@@ -67,11 +63,8 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
     for (offsets, sizes), tensor in zip(fixed.shards, parts, strict=True):
         own = _api.ShardMetadata([*offsets], [*sizes], placement=f"rank:{rank}/{tensor.device}")
         local_shards.append(_api.Shard(tensor.requires_grad_(traits.requires_grad), own))
-    properties = _api.TensorProperties(
-        dtype=DTYPES[traits.dtype],
-        requires_grad=traits.requires_grad,
-        memory_format=_MEMORY_FORMATS[traits.memory_format],
-    )
+    dtype, memory_format = DTYPES[traits.dtype], _MEMORY_FORMATS[traits.memory_format]
+    properties = _api.TensorProperties(dtype, requires_grad=traits.requires_grad, memory_format=memory_format)
     metadata = _api.ShardedTensorMetadata(_all_shards(traits), torch.Size(fixed.size), properties)
     return make_sharded_tensor(local_shards, metadata)
 

@@ -54,25 +54,23 @@ def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     return Leaf(SPARSE.name, tuple(map(add_tensor, _members(tensor))), fixed.packed(), traits.packed())
 
 
-def _create(leaf: Leaf, members: Sequence[Any]) -> torch.Tensor:
+def _rebuild(leaf: Leaf, members: Sequence[Any], context: RebuildContext | None = None) -> object:
     """Create a sparse tensor over its members. torch checks every index."""
     fixed, traits = SparseFixed.read(leaf.fixed), SparseTraits.read(leaf.traits)
     options: dict[str, Any] = {"size": fixed.size, "check_invariants": True}
     device, layout = members[-1].device, _LAYOUTS[fixed.layout]
     if fixed.layout == _COO:
-        return torch.sparse_coo_tensor(*members, is_coalesced=traits.coalesced, device=device, **options)
-    return torch.sparse_compressed_tensor(*members, layout=layout, device=device, **options)
-
-
-def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
-    return with_grad_flags(_create(leaf, parts), SparseTraits.read(leaf.traits).grad)
+        built = torch.sparse_coo_tensor(*members, is_coalesced=traits.coalesced, device=device, **options)
+    else:
+        built = torch.sparse_compressed_tensor(*members, layout=layout, device=device, **options)
+    return with_grad_flags(built, traits.grad)
 
 
 def _finish_in_place(leaf: Leaf, local: Any) -> object:
     if local.layout is torch.sparse_coo:
         # Set the flag on the tensor itself: a detached copy has a flag of its own.
         set_coalesced(local, SparseTraits.read(leaf.traits).coalesced)
-    _create(leaf, _members(local))
+    _rebuild(leaf, _members(local))
     return local
 
 
