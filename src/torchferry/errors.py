@@ -61,12 +61,9 @@ class FerryError(Exception):
         self, *, peer: int | None = None, path: str | None = None, phase: str | None = None, more: str = ""
     ) -> Self:
         """Return this error with the context that it lacks, and `more` behind `what`."""
-        return self._copy(
-            what=self.what + more,
-            peer=peer if self.peer is None else self.peer,
-            path=path if self.path is None else self.path,
-            phase=phase if self.phase is None else self.phase,
-        )
+        context = {"peer": peer, "path": path, "phase": phase}
+        lacking = {name: value for name, value in context.items() if getattr(self, name) is None}
+        return self._copy(what=self.what + more, **lacking)
 
     def _copy(self, **fields: object) -> Self:
         copied = copy.copy(self)

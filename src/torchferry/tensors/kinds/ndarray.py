@@ -54,13 +54,8 @@ def numpy_class(name: str) -> type:
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether a value is a numpy scalar that can be sent as its bytes."""
-    if not issubclass(type(value), numpy_class("generic")) or type(value) is not value.dtype.type:
-        return False
-    with suppress(Unsendable):
-        _dtype_to_wire(value.dtype)
-        return True
-    return False
+    """Return whether a value is a numpy scalar, and not of a subclass that a user defined."""
+    return issubclass(type(value), numpy_class("generic")) and type(value) is value.dtype.type
 
 
 def _is_bytes(dtype: Any) -> bool:
@@ -70,9 +65,9 @@ def _is_bytes(dtype: Any) -> bool:
 
 def _dtype_to_wire(dtype: Any) -> DtypeForm:
     """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly."""
-    what = f"an ndarray of dtype {dtype} can't be sent: "
+    what = f"numpy values of dtype {dtype} can't be sent: "
     if not _is_bytes(dtype):
-        raise Unsendable(what + "its items are references, not bytes. Convert it to a list")
+        raise Unsendable(what + "the items are references, not bytes. Convert an array to a list")
     with suppress(ValueError):
         wire: DtypeForm = msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)
         rebuilt = _dtype_from_wire(wire)
@@ -107,7 +102,7 @@ def _descr(wire: DtypeForm) -> Any:
 
 
 def scalar_to_wire(value: Any) -> ScalarForm:
-    """Describe a numpy scalar as its dtype and its bytes."""
+    """Describe a numpy scalar as its dtype and its bytes; raises Unsendable if its dtype can't be sent."""
     return _dtype_to_wire(value.dtype), value.tobytes()
 
 
