@@ -216,8 +216,8 @@ def _show(
 
 def build_app(*, for_cluster: bool) -> typer.Typer:
     """Build the command line of one of the two commands."""
-    # Markdown mode wraps the paragraphs of a docstring to the terminal's width.
-    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
+    # typer's own help, which it formats with rich, shows `<bool>` after a flag.
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
     app.command()(cluster if for_cluster else local)
     return app
 

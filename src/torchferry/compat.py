@@ -15,11 +15,11 @@ from operator import index
 from typing import Any
 
 import torch
+from msgspec import msgpack
 
-from torchferry.core.codec import Frame
+from torchferry.core.codec import Frame, decode_manifest
 from torchferry.core.manifest import VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.text import show
-from torchferry.core.validation import validate
 from torchferry.errors import BadManifest, FerryError, PickleRefused, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import dtype_name
@@ -27,9 +27,6 @@ from torchferry.tensors.values import to_wire
 from torchferry.torch_internals import pytree
 
 _OPCODES = frozenset(opcode.code for opcode in pickletools.opcodes)
-
-_UNCUT_BYTES = 2**62
-"""A chunk size that no storage reaches: torch's PGTransport does not cut storages."""
 
 
 @dataclass
@@ -53,11 +50,7 @@ class ContractStateMeta:
 
 
 def cast_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole storage of a tensor as a flat tensor of a dtype.
-
-    Raises:
-        Unsendable: the tensor is of a subclass, which may have more than a storage.
-    """
+    """Return the storage of a tensor as a flat tensor; Unsendable if a subclass may hold more than that."""
     if type(tensor) is not torch.Tensor:
         raise Unsendable(f"only plain tensors can be cast, not {type(tensor)}")
     return torch.tensor(tensor.untyped_storage(), dtype=dtype, device=tensor.device)
@@ -65,41 +58,26 @@ def cast_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def prepare_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, ContractTensorMeta]:
     """Return the storage of a tensor as bytes, and its description."""
-    meta = ContractTensorMeta(
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        storage_offset=int(tensor.storage_offset()),
-        stride=tensor.stride(),
-        nbytes=tensor.untyped_storage().nbytes(),
-    )
+    offset, nbytes = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    meta = ContractTensorMeta(tensor.shape, tensor.dtype, offset, tensor.stride(), nbytes)
     return cast_storage(tensor, torch.uint8), meta
 
 
 def prepare_state(state_dict: object, device: torch.device) -> tuple[ContractStateMeta, list[torch.Tensor]]:
-    """Describe a state of plain tensors and values, and return its storages as bytes.
-
-    `device` is not used.
-    """
+    """Describe a state of plain tensors and values, and return its storages as bytes; ignores `device`."""
     found, treespec = pytree().tree_flatten_with_path(state_dict)
-    leaves: list[object] = []
+    leaves = [value for _, value in found]
     storages: list[torch.Tensor] = []
-    for _, value in found:
+    for number, value in enumerate(leaves):
         if isinstance(value, torch.Tensor):
             is_parameter = type(value) is torch.nn.Parameter
-            storage, meta = prepare_tensor(value.detach() if is_parameter else value)
+            storage, leaves[number] = prepare_tensor(value.detach() if is_parameter else value)
             storages.append(storage)
-            leaves.append(meta)
-        else:
-            leaves.append(value)
     return ContractStateMeta(treespec, [path for path, _ in found], leaves), storages
 
 
 def dump_leaf(value: object) -> bytes:
-    """Pickle a leaf.
-
-    Raises:
-        Unsendable: pickle can't encode it.
-    """
+    """Pickle a leaf; raises Unsendable if pickle can't encode it."""
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -107,11 +85,7 @@ def dump_leaf(value: object) -> bytes:
 
 
 def load_leaf(data: bytes) -> object:
-    """Unpickle a leaf. This runs any code that the sender put there.
-
-    Raises:
-        BadManifest: it is not a pickle, or names something that does not exist here.
-    """
+    """Unpickle a leaf, which runs any code that the sender put there; raises BadManifest if that fails."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -119,12 +93,7 @@ def load_leaf(data: bytes) -> object:
 
 
 def decode_pickled(data: bytes, *, allow_pickle: bool) -> Frame:
-    """Decode pickled metadata, if pickle is allowed.
-
-    Raises:
-        PickleRefused: it is a pickle, and pickle is not allowed.
-        BadManifest: it is not such metadata.
-    """
+    """Decode pickled metadata; raises PickleRefused if that is not allowed, BadManifest if it is invalid."""
     if not allow_pickle and data[:1].decode("latin-1") in _OPCODES:
         raise PickleRefused(
             "the peer's metadata looks like a pickle, which could run code here; nothing was loaded. Send "
@@ -142,7 +111,7 @@ def decode_pickled(data: bytes, *, allow_pickle: bool) -> Frame:
         raise BadManifest(f"the peer's metadata is a pickled {type(meta).__qualname__}, not that of a state")
     try:
         return _to_frame(meta)
-    except (FerryError, TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+    except Exception as error:
         reason = error.what if isinstance(error, FerryError) else error
         raise BadManifest(f"the peer's pickled metadata does not describe a state: {reason}") from None
 
@@ -157,41 +126,25 @@ def _to_frame(meta: ContractStateMeta) -> Frame:
     described: list[Leaf] = []
     for placeholder in tree.leaves:
         value = leaves[placeholder.traits]  # type: ignore[index]
-        if isinstance(value, ContractTensorMeta):
-            described.append(Leaf("tensor", (len(tensors),)))
-            tensors.extend(_specs(value, len(storages)))
-            storages.append(_count(value.nbytes))
-        else:
+        if not isinstance(value, ContractTensorMeta):
             described.append(Leaf(VALUE, traits=to_wire(value)))
+            continue
+        described.append(Leaf("tensor", (len(tensors),)))
+        dtype, nbytes, storage = value.dtype, _plain_int(value.nbytes), len(storages)
+        shape, stride = tuple(map(_plain_int, value.shape)), tuple(map(_plain_int, value.stride))
+        offset = _plain_int(value.storage_offset) * dtype.itemsize
+        tensors.append(TensorSpec(dtype_name(dtype), dtype.itemsize, shape, stride, storage, offset))
+        # The whole storage as a tensor without a leaf, so that all its bytes are moved.
+        tensors.append(TensorSpec("uint8", 1, (nbytes,), (1,), storage, 0))
+        storages.append(nbytes)
     manifest = Manifest(tree.root, tree.branches, tuple(described), tuple(tensors), tuple(storages))
-    validate(manifest)
-    return Frame(manifest, _UNCUT_BYTES)
+    # Decoding checks it like any other manifest. torch's PGTransport does not cut storages into chunks.
+    return Frame(decode_manifest(msgpack.encode(manifest)), chunk_bytes=2**62)
 
 
-def _specs(meta: ContractTensorMeta, storage: int) -> tuple[TensorSpec, TensorSpec]:
-    """Describe a tensor, and its whole storage as a tensor without a leaf, so that all bytes are moved."""
-    itemsize = meta.dtype.itemsize
-    tensor = TensorSpec(
-        dtype_name(meta.dtype),
-        itemsize,
-        tuple(map(_count, meta.shape)),
-        tuple(map(_count, meta.stride)),
-        storage,
-        _count(meta.storage_offset) * itemsize,
-    )
-    return tensor, TensorSpec("uint8", 1, (_count(meta.nbytes),), (1,), storage, 0)
-
-
-def _count(number: object) -> int:
-    """Convert a number to a plain int. A float or numpy number that equals it would not do.
-
-    Raises:
-        BadManifest: it is not an integer, or out of range.
-    """
+def _plain_int(number: object) -> int:
+    """Convert an integer of any type, such as numpy's; raise BadManifest if it is not an integer."""
     try:
-        count = int(index(number))  # type: ignore[arg-type]
+        return int(index(number))  # type: ignore[arg-type]
     except TypeError:
-        raise BadManifest(f"a tensor has the size, stride or offset {show(number)}") from None
-    if not 0 <= count < 2**63:
-        raise BadManifest(f"a tensor has the size, stride or offset {show(count)}, which is out of range")
-    return count
+        raise BadManifest(f"the size, stride or offset {show(number)} is not an integer") from None

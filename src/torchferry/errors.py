@@ -30,8 +30,9 @@ Errors have `peer` (a rank in the group), `path` and `phase` where they are know
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 
 class FerryError(Exception):
@@ -60,33 +61,21 @@ class FerryError(Exception):
         self, *, peer: int | None = None, path: str | None = None, phase: str | None = None, more: str = ""
     ) -> Self:
         """Return this error with the context that it lacks, and `more` behind `what`."""
-        return self._copy(
-            what=self.what + more,
-            peer=peer if self.peer is None else self.peer,
-            path=path if self.path is None else self.path,
-            phase=phase if self.phase is None else self.phase,
-        )
+        context = {"peer": peer, "path": path, "phase": phase}
+        lacking = {name: value for name, value in context.items() if getattr(self, name) is None}
+        return self._copy(what=self.what + more, **lacking)
 
     def _copy(self, **fields: object) -> Self:
-        copy = _revive(type(self), (), {**self.__dict__, **fields})
-        copy.args = (copy._message(),)
-        copy.__cause__, copy.__suppress_context__ = self.__cause__, self.__suppress_context__
-        return copy.with_traceback(self.__traceback__)
+        copied = copy.copy(self)
+        vars(copied).update(fields)
+        copied.args = (copied._message(),)
+        copied.__cause__, copied.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return copied.with_traceback(self.__traceback__)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Launchers and tests pickle exceptions. The default calls the class with `args` alone, and would
         # lose the keyword arguments.
-        return (_revive, (type(self), self.args, self.__dict__))
-
-
-ErrorT = TypeVar("ErrorT", bound=FerryError)
-
-
-def _revive(cls: type[ErrorT], args: tuple[object, ...], fields: dict[str, object]) -> ErrorT:
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(fields)
-    return error
+        return type(self).__new__, (type(self),), {**vars(self), "args": self.args}
 
 
 class StateError(FerryError):
@@ -171,23 +160,17 @@ class StateMismatch(StateError):
     `mismatches` has an entry for each path, in the order of the incoming state; `hints` name likely causes.
     """
 
-    _MAX_SHOWN = 50
-
     def __init__(
         self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | None = None
     ) -> None:
-        self.mismatches = tuple(mismatches)
-        self.hints = tuple(hints)
-        count = len(self.mismatches)
-        lines = [str(mismatch) for mismatch in self.mismatches[: self._MAX_SHOWN]]
-        if count > self._MAX_SHOWN:
-            lines.append(f"… and {count - self._MAX_SHOWN} more, all in .mismatches")
-        lines += self.hints
+        self.mismatches, self.hints = tuple(mismatches), tuple(hints)
+        count, shown = len(self.mismatches), self.mismatches[:50]
+        more = [f"… and {count - len(shown)} more, all in .mismatches"] if count > len(shown) else []
         super().__init__(
-            f"the incoming state does not fit the local one in {count} "
-            f"place{'s' if count != 1 else ''}; nothing was overwritten:\n  " + "\n  ".join(lines),
+            f"the incoming state does not fit the local one in {count} place{'s' if count != 1 else ''}; "
+            "nothing was overwritten:\n  " + "\n  ".join([*map(str, shown), *more, *self.hints]),
             peer=peer,
-            path=self.mismatches[0].path if self.mismatches else None,
+            path=shown[0].path if shown else None,
             phase="compare",
         )
 
@@ -212,8 +195,7 @@ class StepMismatch(PeerError):
     """The peer's state belongs to another step than the requested one."""
 
     def __init__(self, *, wanted: int, got: int | None, peer: int | None = None) -> None:
-        self.wanted = wanted
-        self.got = got
+        self.wanted, self.got = wanted, got
         sent = "without a step" if got is None else f"as step {got}"
         super().__init__(
             f"asked for the state of step {wanted}, but the peer sent its state {sent}; nothing was "
@@ -274,15 +256,12 @@ class SendFailed(LinkError):
     """
 
     def __init__(self, delivered: Sequence[int], failed: Mapping[int, FerryError]) -> None:
-        self.delivered = tuple(delivered)
-        self.failed = dict(failed)
-        reached = ", ".join(map(str, self.delivered)) or "none"
+        self.delivered, self.failed = tuple(delivered), dict(failed)
+        ranks = "ranks" if len(self.failed) > 1 else "rank"
+        missed, reached = ", ".join(map(str, self.failed)), ", ".join(map(str, self.delivered)) or "none"
         lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
-        super().__init__(
-            f"the state did not reach {'ranks' if len(self.failed) > 1 else 'rank'} "
-            f"{', '.join(map(str, self.failed))} (it reached: {reached}):\n  " + "\n  ".join(lines),
-            phase="send tensors",
-        )
+        what = f"the state did not reach {ranks} {missed} (it reached: {reached}):\n  " + "\n  ".join(lines)
+        super().__init__(what, phase="send tensors")
 
 
 class SendLate(SendFailed, TimeoutError):
@@ -293,9 +272,6 @@ class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost, and no deadline passed for another."""
 
 
-_MAX_LISTED = 10
-
-
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(paths[:_MAX_LISTED]) or "none"
-    return f"{shown}, … and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else shown
+def _listed(paths: Sequence[str], limit: int = 10) -> str:
+    more = [f"… and {len(paths) - limit} more"] if len(paths) > limit else []
+    return ", ".join([*paths[:limit], *more]) or "none"

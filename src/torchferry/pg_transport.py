@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# The names with an underscore are those of torch's PGTransport, which the contract's tests import.
-from torchferry.compat import ContractStateMeta as _StateDictMeta
-from torchferry.compat import ContractTensorMeta as _TensorMeta
-from torchferry.compat import cast_storage as _cast_tensor
-from torchferry.compat import decode_pickled, dump_leaf, load_leaf
-from torchferry.compat import prepare_state as _prepare_state_dict
-from torchferry.compat import prepare_tensor as _prepare_tensor
+from torchferry import compat
 from torchferry.core.compare import Extra
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
@@ -26,14 +21,12 @@ from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
 from torchferry.tensors.kinds import RebuildContext
 
-__all__ = [
-    "PGTransport",
-    "_StateDictMeta",
-    "_TensorMeta",
-    "_cast_tensor",
-    "_prepare_state_dict",
-    "_prepare_tensor",
-]
+# The names of torch's PGTransport, which the contract's tests import.
+_StateDictMeta = compat.ContractStateMeta
+_TensorMeta = compat.ContractTensorMeta
+_cast_tensor = compat.cast_storage
+_prepare_state_dict = compat.prepare_state
+_prepare_tensor = compat.prepare_tensor
 
 
 class PGTransport:
@@ -97,20 +90,42 @@ class PGTransport:
         max_metadata_bytes: int = MAX_METADATA_BYTES,
         relay: bool = False,
     ) -> None:
+        _check_group(pg)
+        _check_state_function(state_dict)
+        flags = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle, "relay": relay}
+        for name, flag in flags.items():
+            _require(isinstance(flag, bool), name, "True or False", flag)
+        choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
+        _require(extra in (None, *get_args(Extra)), "extra", f"one of {choices}", extra)
+        is_count = _is_int(max_metadata_bytes) and max_metadata_bytes > 0
+        _require(is_count, "max_metadata_bytes", "a number of bytes", max_metadata_bytes)
+        timeout_s = _seconds(timeout, "timeout")
+        stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
         self.last_report: Report | None = None
-        self._pg = _check_group(pg)
-        self._timeout_s = _seconds(timeout, "timeout")
-        self._stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
-        self._verify = _check_bool(verify, "verify")
+        self._pg = pg
         self._link = ProcessGroupLink(pg, _check_device(device))
         self._workspace = Workspace(self._link.device)
-        self._state_dict = _check_state_function(state_dict)
-        self._strict = _check_bool(strict, "strict")
-        self._extra = _check_extra(extra)
-        self._relay = _check_bool(relay, "relay")
-        self._max_metadata_bytes = _check_max_bytes(max_metadata_bytes)
-        self._allow_pickle = _check_bool(allow_pickle, "allow_pickle")
-        self._context = RebuildContext(mesh=mesh, unpickle=load_leaf if allow_pickle else None)
+        self._send_options = SendOptions(
+            timeout_s,
+            max_metadata_bytes,
+            relay=relay,
+            pickle=compat.dump_leaf if allow_pickle else None,
+            stall_s=stall_s,
+            verify=verify,
+            question="Is rank {peer} in recv_checkpoint, on the same group?",
+        )
+        self._receive_options = ReceiveOptions(
+            timeout_s,
+            max_metadata_bytes,
+            local_state=state_dict,
+            strict=strict,
+            extra=extra,
+            context=RebuildContext(mesh, compat.load_leaf if allow_pickle else None),
+            decode_other=partial(compat.decode_pickled, allow_pickle=allow_pickle),
+            stall_s=stall_s,
+            verify=verify,
+            question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
+        )
 
     def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
         """Send a state to the given ranks of the group.
@@ -132,21 +147,12 @@ class PGTransport:
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
         self.last_report = None
-        if isinstance(dst_ranks, (str, bytes)) or not isinstance(dst_ranks, Iterable):
-            raise BadArgument(f"dst_ranks must be a list of ranks, not {dst_ranks!r}")
+        is_list = not isinstance(dst_ranks, (str, bytes)) and isinstance(dst_ranks, Iterable)
+        _require(is_list, "dst_ranks", "a list of ranks", dst_ranks)
         peers = [self._check_peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} lists a rank twice")
-        options = SendOptions(
-            self._timeout_s,
-            self._max_metadata_bytes,
-            step=_check_step(step),
-            relay=self._relay,
-            pickle=dump_leaf if self._allow_pickle else None,
-            stall_s=self._stall_s,
-            verify=self._verify,
-            question="Is rank {peer} in recv_checkpoint, on the same group?",
-        )
+        options = replace(self._send_options, step=_check_step(step))
         self.last_report = send_state(self._link, peers, state_dict, options, self._workspace)
 
     def recv_checkpoint(self, src_rank: int, step: int | None = None) -> object:
@@ -167,28 +173,14 @@ class PGTransport:
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
         self.last_report = None
-        size = size_of(self._pg)
-        options = ReceiveOptions(
-            self._timeout_s,
-            self._max_metadata_bytes,
-            step=_check_step(step),
-            members=None if size is None else range(size),
-            local_state=self._state_dict,
-            strict=self._strict,
-            extra=self._extra,
-            context=self._context,
-            decode_other=partial(decode_pickled, allow_pickle=self._allow_pickle),
-            stall_s=self._stall_s,
-            verify=self._verify,
-            question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
-        )
-        peer = self._check_peer(src_rank)
+        peer, size = self._check_peer(src_rank), size_of(self._pg)
+        members = None if size is None else range(size)
+        options = replace(self._receive_options, step=_check_step(step), members=members)
         state, self.last_report = receive_state(self._link, peer, options, self._workspace)
         return state
 
     def _check_peer(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise BadArgument(f"a rank must be an int, not {rank!r}")
+        _require(_is_int(rank), "a rank", "an int", rank)
         own, size = rank_in(self._pg), size_of(self._pg)
         if size is not None and not 0 <= rank < size:
             raise BadArgument(
@@ -202,7 +194,16 @@ class PGTransport:
         return rank
 
 
-def _check_group(pg: Any) -> Any:
+def _require(is_valid: bool, name: str, expected: str, value: object) -> None:
+    if not is_valid:
+        raise BadArgument(f"{name} must be {expected}, not {value!r}")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_group(pg: Any) -> None:
     if pg is None:
         raise BadArgument("pg is None: call torch.distributed.init_process_group first")
     if isinstance(pg, int) and pg == dist.GroupMember.NON_GROUP_MEMBER:
@@ -210,38 +211,17 @@ def _check_group(pg: Any) -> Any:
             "this process is not a member of the group: torch.distributed.new_group returned "
             "GroupMember.NON_GROUP_MEMBER. Only members can send and receive on the group"
         )
-    if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
-        raise BadArgument(f"pg must be a process group, not {pg!r}")
-    return pg
+    is_group = callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))
+    _require(is_group, "pg", "a process group", pg)
 
 
-def _check_state_function(state_dict: Any) -> Callable[[], object] | None:
+def _check_state_function(state_dict: object) -> None:
     # A module is callable too, but calling it runs its forward pass.
     if state_dict is not None and (not callable(state_dict) or isinstance(state_dict, torch.nn.Module)):
         raise BadArgument(
             f"state_dict must be a function that returns the local state, not a {type(state_dict).__name__}: "
             "pass model.state_dict, not model.state_dict() or the model"
         )
-    return state_dict
-
-
-def _check_bool(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise BadArgument(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _check_extra(extra: Any) -> Extra | None:
-    if extra not in (None, *get_args(Extra)):
-        choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
-        raise BadArgument(f"extra must be one of {choices}, not {extra!r}")
-    return extra  # type: ignore[no-any-return]
-
-
-def _check_max_bytes(nbytes: Any) -> int:
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise BadArgument(f"max_metadata_bytes must be a number of bytes, not {nbytes!r}")
-    return nbytes
 
 
 def _seconds(timeout: timedelta | float, name: str) -> float:
@@ -251,8 +231,7 @@ def _seconds(timeout: timedelta | float, name: str) -> float:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
-    if not 0 < seconds <= timedelta.max.total_seconds():
-        raise BadArgument(f"{name} must be positive and finite, not {timeout!r}")
+    _require(0 < seconds <= timedelta.max.total_seconds(), name, "positive and finite", timeout)
     return seconds
 
 
@@ -270,8 +249,6 @@ def _check_device(device: torch.device | str) -> torch.device:
 
 
 def _check_step(step: int | None) -> int | None:
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise BadArgument(f"step must be an int, not {step!r}")
-    if step is not None and not -(2**63) <= step < 2**63:
-        raise BadArgument(f"step {step} does not fit in 64 bits")
+    is_step = step is None or (_is_int(step) and -(2**63) <= step < 2**63)
+    _require(is_step, "step", "an int of 64 bits", step)
     return step

@@ -7,7 +7,7 @@ kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from math import prod
@@ -48,17 +48,11 @@ class MeshLayout(Struct, frozen=True, forbid_unknown_fields=True):
             return None
         return tuple(self.row(rank, dim).index(rank) for dim in range(len(self.sizes)))
 
-    def row(self, rank: int, dim: int) -> list[int]:
-        """List the ranks of the row along a dimension that contains a rank of the mesh."""
-        return self._ranks_around(rank, self.sizes[dim], self.strides[dim])
-
-    def block(self, rank: int) -> list[int]:
-        """List the ranks of the slice that contains a rank; of the first slice if none does."""
-        return self._ranks_around(rank, chain(*self.sizes), chain(*self.strides))
-
-    def _ranks_around(self, rank: int, sizes: Iterable[int], strides: Iterable[int]) -> list[int]:
+    def row(self, rank: int, *dims: int) -> list[int]:
+        """List the ranks along some dimensions, through a rank of the mesh, or else through the first one."""
         start = self.ranks.index(rank) if rank in self.ranks else 0
         offsets = [0]
+        sizes, strides = (chain(*(column[dim] for dim in dims)) for column in (self.sizes, self.strides))
         for size, stride in zip(sizes, strides, strict=True):
             if size > 1:  # a dimension of size 1 may have stride 0
                 start -= start // stride % size * stride
@@ -123,7 +117,7 @@ def make_mesh(layout: MeshLayout, rank: int) -> DeviceMesh:
 
 def _mesh_of_ranks(layout: MeshLayout, rank: int) -> DeviceMesh:
     shape = [prod(sizes) for sizes in layout.sizes]
-    block = torch.tensor(layout.block(rank), dtype=torch.int, device="cpu").view(shape)
+    block = torch.tensor(layout.row(rank, *range(len(shape))), dtype=torch.int, device="cpu").view(shape)
     if dist.is_initialized():
         return DeviceMesh(layout.device, block, mesh_dim_names=layout.names, _init_backend=False)
     # The initializer calls get_rank(), which raises in a process without a default group.
@@ -187,11 +181,9 @@ def local_tensor_of(tensor: Any) -> Tensor:
 
 def strided_shard_class() -> Any:
     """Return the class `_StridedShard`. Without it, a class that no placement is an instance of."""
-    try:
-        from torch.distributed.tensor.placement_types import _StridedShard
-    except ImportError:
-        return type("_NoStridedShard", (), {})
-    return _StridedShard
+    from torch.distributed.tensor import placement_types
+
+    return getattr(placement_types, "_StridedShard", type("_NoStridedShard", (), {}))
 
 
 def sharded_tensor_module() -> Any:
@@ -220,8 +212,7 @@ def make_sharded_tensor(shards: list[Any], metadata: Any) -> Any:
         pin_memory=False,
         requires_grad=properties.requires_grad,
     )
-    built._local_shards = shards
-    built._metadata = metadata
+    built._local_shards, built._metadata = shards, metadata
     if dist.is_initialized():
         built._prepare_init()
     else:
@@ -238,21 +229,18 @@ def pytree() -> Any:
 
 def backend_of(group: Any, device: torch.device) -> Any:
     """Return the backend of a group for a device. Without `_get_backend`, the group itself."""
-    if not isinstance(group, dist.ProcessGroup):
-        return group
-    try:
-        return group._get_backend(device)
-    except (RuntimeError, AttributeError):
-        return group
+    with suppress(RuntimeError, AttributeError):
+        return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    return group
 
 
 def backend_name(backend: Any) -> str | None:
     """Return the name of one of torch's backends; None for any other object."""
-    try:
+    with suppress(ImportError):
         from torch._C._distributed_c10d import Backend
-    except ImportError:
-        return None
-    return str(backend.name()) if isinstance(backend, Backend) else None
+
+        return str(backend.name()) if isinstance(backend, Backend) else None
+    return None
 
 
 def neg_view(tensor: Tensor) -> Tensor:

@@ -41,6 +41,13 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_the_help_shows_flags_without_a_type() -> None:
+    code, output = invoke("--help")
+    assert code == 0
+    assert "--list" in output
+    assert "bool" not in output
+
+
 def run(*arguments: str, command: list[str] | None = None) -> str:
     done = subprocess.run(
         [*(command or COMMAND), *arguments],

@@ -69,16 +69,14 @@ def corpus() -> list[bytes]:
         encode(Frame(describe(state).manifest, 1 << 20, step, 5, b"n" * 16))[_PREAMBLE_BYTES:]
         for step, state in enumerate(states)
     ]
-    bodies += [
-        kinds.leaf(name, form, *specs)[_PREAMBLE_BYTES:] for name, (form, specs) in kinds.VALID.items()
-    ]
+    bodies += [kinds.leaf(kind, form, *specs)[_PREAMBLE_BYTES:] for kind, form, specs in kinds.VALID.values()]
     return bodies
 
 
 _NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1, -(2**63))
 
 
-_TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "shard")
+_TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "Shard")
 
 _CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
 
@@ -212,7 +210,7 @@ class Mutator:
         tensors = [self._tensor() for _ in range(rng.randrange(1, 4))]
         leaves = [
             [
-                rng.choice(("value", "tensor", "sparse", "compressed", "dtensor", "sharded", "ndarray", "x")),
+                rng.choice(("value", "tensor", "sparse", "dtensor", "sharded", "ndarray", "x")),
                 [rng.randrange(len(tensors)) for _ in range(rng.randrange(4))],
                 self._value(3),
                 self._value(3),
@@ -265,7 +263,7 @@ class Mutator:
         if made == 7:
             return [self._value(depth - 1) for _ in range(rng.randrange(4))]
         if made == 8:
-            names = ("size", "layout", "grad", "coalesced", "shape", "mesh", "dtype", "fields")
+            names = ("size", "layout", "grad", "coalesced", "shape", "mesh", "dtype")
             return {rng.choice(names): self._value(depth - 1) for _ in range(rng.randrange(4))}
         payload = msgspec.msgpack.encode(self._value(depth - 1))
         return [rng.choice(_CODES), payload]

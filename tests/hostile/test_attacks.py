@@ -299,7 +299,7 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
     "shards": lambda items: _form(b"shards", items, b"\xa7sharded"),
     "all": lambda items: _form(b"all", items, b"\xa7sharded"),
     "size": lambda items: _form(b"size", items, b"\xa6sparse"),
-    "dtype": lambda items: _form(b"dtype", b"\x81\xa6fields" + items, b"\xa7ndarray"),
+    "dtype": lambda items: _form(b"dtype", items, b"\xa7ndarray"),
 }
 
 
@@ -319,8 +319,33 @@ def test_the_memory_for_a_frame_is_bounded_by_its_length(place: str) -> None:
 
 @pytest.mark.parametrize("name", kinds.VALID)
 def test_the_leaf_that_the_attacks_modify_is_valid(name: str) -> None:
-    form, specs = kinds.VALID[name]
-    process_metadata(kinds.leaf(name, form, *specs))
+    kind, form, specs = kinds.VALID[name]
+    process_metadata(kinds.leaf(kind, form, *specs))
+
+
+SAID = {
+    "sparse_of_one_part": "it has 1 tensors, expected 2 for torch.sparse_coo",
+    "sparse_of_indices_without_end": "2251799813685248 indices in all, expected at most 16777216",
+    "sparse_of_indices_that_many_leaves_expand": "4294967296 indices in all, expected at most 16777216",
+    "sparse_of_indices_that_are_complex": "its indices are complex64, expected int64",
+    "compressed_of_an_unknown_layout": "its layout is 'torch.strided', expected one of torch.sparse_coo",
+    "sharded_of_more_shards_than_parts": "it has 1 tensors, expected one for each of 2 shards",
+    "sharded_of_tensors_of_another_shape": "a local shard is float32 (2, 2), expected float32 (4)",
+    "sharded_of_another_dtype": "a local shard is float32 (4), expected int8 (4)",
+    "sharded_with_placements_that_are_none": "device string: warp",
+    "ndarray_of_objects": "items of the dtype object are references, expected bytes",
+    "ndarray_of_another_item_size": "its tensor is uint8(4, 4), expected uint8[..., 8] for items of int64",
+    "ndarray_backwards_along_no_axis": "its reversed axes are (1), but it has only 1 axes",
+    "ndarray_of_more_dimensions_than_numpy_has": "it has 70 axes, expected at most 64",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_error_for_a_malformed_leaf_shows_the_value_and_what_is_expected(name: str) -> None:
+    (attack,) = (attack for attack in ATTACKS if attack.name == name)
+    with pytest.raises(BadManifest) as raised:
+        process_metadata(attack.build())
+    assert SAID[name] in str(raised.value)
 
 
 @pytest.mark.parametrize("length", [0, -1, MAX_METADATA_BYTES + 1, 2**40, 2**63 - 1, -(2**63)])

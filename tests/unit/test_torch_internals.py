@@ -46,7 +46,7 @@ def test_a_layout_agrees_with_torch(names: tuple[str, ...], mesh: DeviceMesh) ->
     coordinate = part.get_coordinate()
     assert coordinate is not None
     assert layout.coordinate(RANK) == tuple(coordinate)
-    assert layout.block(RANK) == part.mesh.flatten().tolist()
+    assert layout.row(RANK, *range(part.ndim)) == part.mesh.flatten().tolist()
     for dim in range(part.ndim):
         assert layout.row(RANK, dim) == dist.get_process_group_ranks(part.get_group(dim))
     # Every rank finds its own slice.

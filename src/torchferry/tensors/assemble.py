@@ -19,6 +19,7 @@ from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
 from torchferry.tensors.kinds.dense import DENSE
+from torchferry.tensors.kinds.sparse import check_index_count
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
 from torchferry.tensors.values import from_wire, try_build
 
@@ -69,6 +70,7 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
                 checked.add(key)
     except FerryError as error:
         raise _at(manifest, number, error) from None
+    check_index_count(manifest, manifest.leaves if only is None else [manifest.leaves[n] for n in only])
     if only is not None:
         return Prepared(manifest, context, [], values)
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.

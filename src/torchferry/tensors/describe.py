@@ -25,7 +25,7 @@ from torchferry.tensors import registry
 from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
-from torchferry.tensors.kinds.ndarray import NDARRAY, is_array_type
+from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
@@ -269,7 +269,7 @@ def _why_not_written(value: Any, error: Unsendable) -> str | None:
         if value.is_quantized:
             return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
         return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
-    if is_array_type(cls):
+    if issubclass(cls, numpy_class("ndarray")):
         return f"an array of the class {name}, which can't be overwritten in place"
     if not holds_tensors(value):
         return None
@@ -295,7 +295,7 @@ def holds_tensors(value: object) -> bool:
     while pending:
         item = pending.pop()
         cls = type(item)
-        if issubclass(cls, torch.Tensor) or is_array_type(cls):
+        if issubclass(cls, torch.Tensor) or issubclass(cls, numpy_class("ndarray")):
             return True
         if id(item) in seen or issubclass(cls, _SKIPPED_TYPES):
             continue

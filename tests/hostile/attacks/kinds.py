@@ -16,8 +16,6 @@ LONG = {"dtype": "int64", "itemsize": 8}
 INDICES = spec((2, 2), (2, 1), **LONG)  # type: ignore[arg-type]
 VALUES = spec((2,), storage=1)
 BYTES = spec((4, 4), (4, 1), dtype="uint8", itemsize=1)
-FLOAT32 = Special(33, encode_value("torch.float32"))
-PRESERVE = Special(35, encode_value("torch.preserve_format"))
 
 MESH: dict[str, Any] = {
     "device": "cpu",
@@ -28,18 +26,18 @@ MESH: dict[str, Any] = {
     "names": None,
 }
 SPARSE = ({"layout": "torch.sparse_coo", "size": [2, 2]}, {"grad": 0, "coalesced": True})
-CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": None})
+CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": False})
 DTENSOR = (
-    {"placements": [["shard", 0]], "shape": [8], "mesh": [2], "position": [0]},
+    {"placements": [["Shard", 0]], "shape": [8], "mesh": [2], "position": "(0)"},
     {"grad": 0, "stride": [1], "mesh": MESH},
 )
 SHARDED = (
     {"size": [8], "shards": [[[0], [4]]]},
     {
         "all": [[[0], [4], "rank:0/cpu"], [[4], [4], "rank:1/cpu"]],
-        "dtype": FLOAT32,
+        "dtype": "float32",
         "requires_grad": False,
-        "memory_format": PRESERVE,
+        "memory_format": "torch.preserve_format",
     },
 )
 NDARRAY = ({"dtype": "<i4", "backwards": []}, True)
@@ -79,13 +77,21 @@ def mesh(**changes: object) -> tuple[Any, Any]:
     return traits(DTENSOR, mesh={**MESH, **changes})
 
 
-VALID: dict[str, tuple[tuple[Any, Any], tuple[TensorSpec, ...]]] = {
-    "tensor": ((None, None), (spec(),)),
-    "sparse": (SPARSE, (INDICES, VALUES)),
-    "compressed": (CSR, CSR_PARTS),
-    "dtensor": (DTENSOR, (spec(),)),
-    "sharded": (SHARDED, (spec(),)),
-    "ndarray": (NDARRAY, (BYTES,)),
+def many_expanded() -> bytes:
+    """Return leaves that are acceptable alone: together they have 2**32 indices, made of eight bytes."""
+    one = Leaf("sparse", (0, 1), *map(packed, SPARSE))
+    specs = (spec((2, 2**22), (0, 0), **LONG), spec((2**22,), (0,), storage=1))  # type: ignore[arg-type]
+    tree = Branch("list", tuple(range(512)))
+    return frame_of(Manifest(-1, (tree,), (one,) * 512, specs, (8, 4)))
+
+
+VALID: dict[str, tuple[str, tuple[Any, Any], tuple[TensorSpec, ...]]] = {
+    "tensor": ("tensor", (None, None), (spec(),)),
+    "sparse": ("sparse", SPARSE, (INDICES, VALUES)),
+    "compressed": ("sparse", CSR, CSR_PARTS),
+    "dtensor": ("dtensor", DTENSOR, (spec(),)),
+    "sharded": ("sharded", SHARDED, (spec(),)),
+    "ndarray": ("ndarray", NDARRAY, (BYTES,)),
 }
 """One valid leaf of each kind, of which each attack below changes one field."""
 
@@ -95,28 +101,24 @@ _WRONG: dict[str, Any] = {"none": None, "a_number": 7, "a_text": "x", "a_list": 
 def _with_wrong_fields() -> dict[str, Any]:
     """Return forms in which one field is missing or has a wrong type, for every field of every kind."""
     found: dict[str, Any] = {}
-    for kind, (form, specs) in VALID.items():
+    for what, (kind, form, specs) in VALID.items():
         for place, part in enumerate(form):
             whole = ("fixed", "traits")[place]
             for name, wrong in _WRONG.items():
                 if part is None and name in ("none", "a_number"):
                     continue
                 spoilt = (wrong, form[1]) if place == 0 else (form[0], wrong)
-                found[f"{kind}_whose_{whole}_is_{name}"] = _later(kind, spoilt, specs)
+                found[f"{what}_whose_{whole}_is_{name}"] = _later(kind, spoilt, specs)
             for key in part if isinstance(part, dict) else ():
                 missing = {k: v for k, v in part.items() if k != key}
                 spoilt = (missing, form[1]) if place == 0 else (form[0], missing)
-                found[f"{kind}_without_{key}"] = _later(kind, spoilt, specs)
+                found[f"{what}_without_{key}"] = _later(kind, spoilt, specs)
                 for name, wrong in _WRONG.items():
-                    if type(wrong) is type(part[key]) or (kind, key, name) in _FINE:
+                    if type(wrong) is type(part[key]):
                         continue
                     spoilt = fixed(form, **{key: wrong}) if place == 0 else traits(form, **{key: wrong})
-                    found[f"{kind}_whose_{key}_is_{name}"] = _later(kind, spoilt, specs)
+                    found[f"{what}_whose_{key}_is_{name}"] = _later(kind, spoilt, specs)
     return found
-
-
-# Forms that are valid with the other value, or that can only be checked with the payload.
-_FINE = {("compressed", "coalesced", "none"), ("dtensor", "position", "none")}
 
 
 def _later(kind: str, form: tuple[Any, Any], specs: tuple[TensorSpec, ...]) -> Any:
@@ -158,14 +160,15 @@ attacks(
             spec((2, 2**30, 2**20), (1, 1, 1), **LONG),  # type: ignore[arg-type]
             VALUES,
         ),
+        "sparse_of_indices_that_many_leaves_expand": many_expanded,
         "sparse_of_indices_that_are_complex": lambda: leaf(
             "sparse", SPARSE, spec((2, 2), (2, 1), dtype="complex64", itemsize=8), VALUES
         ),
         "compressed_of_indices_that_are_floats": lambda: leaf(
-            "compressed", CSR, *(replace(part, dtype="float64") for part in CSR_PARTS[:-1]), CSR_PARTS[-1]
+            "sparse", CSR, *(replace(part, dtype="float64") for part in CSR_PARTS[:-1]), CSR_PARTS[-1]
         ),
         "compressed_of_an_unknown_layout": lambda: leaf(
-            "compressed", fixed(CSR, layout="torch.strided"), *CSR_PARTS
+            "sparse", fixed(CSR, layout="torch.strided"), *CSR_PARTS
         ),
         "dtensor_on_a_mesh_of_more_than_its_ranks": lambda: leaf("dtensor", mesh(sizes=[[2**40]]), spec()),
         "dtensor_on_a_mesh_that_repeats_one_rank": lambda: leaf(
@@ -185,13 +188,13 @@ attacks(
             "dtensor", fixed(DTENSOR, placements=[["exec", 0]]), spec()
         ),
         "dtensor_of_an_unknown_reduction": lambda: leaf(
-            "dtensor", fixed(DTENSOR, placements=[["partial", "system"]]), spec()
+            "dtensor", fixed(DTENSOR, placements=[["Partial", "system"]]), spec()
         ),
         "dtensor_sharded_along_no_dimension": lambda: leaf(
-            "dtensor", fixed(DTENSOR, placements=[["shard", 10**9]]), spec()
+            "dtensor", fixed(DTENSOR, placements=[["Shard", 10**9]]), spec()
         ),
         "dtensor_sharded_along_a_negative_dimension": lambda: leaf(
-            "dtensor", fixed(DTENSOR, placements=[["shard", -7]]), spec()
+            "dtensor", fixed(DTENSOR, placements=[["Shard", -7]]), spec()
         ),
         "dtensor_of_a_shape_that_overflows": lambda: leaf(
             "dtensor",
@@ -207,17 +210,20 @@ attacks(
         "sharded_of_more_shards_than_parts": lambda: leaf(
             "sharded", fixed(SHARDED, shards=[[[0], [4]], [[4], [4]]]), spec()
         ),
+        "sharded_with_placements_that_are_none": lambda: leaf(
+            "sharded", traits(SHARDED, all=[[[0], [8], "rank:x/warp"]]), spec()
+        ),
+        "sharded_of_tensors_of_another_shape": lambda: leaf("sharded", SHARDED, spec((2, 2), (2, 1))),
+        "sharded_of_an_unknown_memory_format": lambda: leaf(
+            "sharded", traits(SHARDED, memory_format="torch.strided"), spec()
+        ),
         "sharded_of_no_shards": lambda: leaf("sharded", traits(SHARDED, all=[]), spec()),
         "sharded_of_a_shard_outside": lambda: leaf("sharded", fixed(SHARDED, shards=[[[6], [4]]]), spec()),
         "sharded_of_shards_of_other_dimensions": lambda: leaf(
             "sharded", traits(SHARDED, all=[[[0, 0], [4, 4], "rank:0/cpu"]]), spec()
         ),
-        "sharded_of_a_dtype_that_is_a_layout": lambda: leaf(
-            "sharded", traits(SHARDED, dtype=Special(34, encode_value("torch.strided"))), spec()
-        ),
-        "sharded_of_another_dtype": lambda: leaf(
-            "sharded", traits(SHARDED, dtype=Special(33, encode_value("torch.int8"))), spec()
-        ),
+        "sharded_of_an_unknown_dtype": lambda: leaf("sharded", traits(SHARDED, dtype="strided"), spec()),
+        "sharded_of_another_dtype": lambda: leaf("sharded", traits(SHARDED, dtype="int8"), spec()),
         "ndarray_of_objects": lambda: leaf("ndarray", fixed(NDARRAY, dtype="|O"), BYTES),
         "ndarray_of_another_item_size": lambda: leaf("ndarray", fixed(NDARRAY, dtype="<i8"), BYTES),
         "ndarray_of_two_gigabytes_an_item": lambda: leaf(
@@ -250,13 +256,7 @@ def sparse_with_negative_indices() -> bytes:
 @attack(BadManifest, payload=[struct.pack("<3q", 0, 2**40, 2), struct.pack("<2q", 0, 1), b"\x00" * 8])
 def compressed_with_rows_of_a_terabyte() -> bytes:
     """Row pointers that point far beyond the columns."""
-    return leaf("compressed", CSR, *CSR_PARTS)
-
-
-@attack(BadManifest, payload=[b"\x00" * 16])
-def sharded_with_placements_that_are_none() -> bytes:
-    """torch parses placements only when the tensor is assembled."""
-    return leaf("sharded", traits(SHARDED, all=[[[0], [8], "rank:x/warp"]]), spec())
+    return leaf("sparse", CSR, *CSR_PARTS)
 
 
 @attack(None)

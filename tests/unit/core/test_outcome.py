@@ -76,7 +76,7 @@ class TestViewsThatOverlapTooIrregularly:
 def test_an_empty_tensor_does_not_make_an_untouched_leaf_torn() -> None:
     """A CSR tensor without items has bytes in one of its three tensors."""
     specs = tuple(TensorSpec("int64", 8, (size,), (1,), number, 0) for number, size in enumerate((4, 0, 0)))
-    manifest = Manifest(0, (), (Leaf("compressed", (0, 1, 2)),), specs, (32, 0, 0))
+    manifest = Manifest(0, (), (Leaf("sparse", (0, 1, 2)),), specs, (32, 0, 0))
     plan = make_plan(manifest)
     assert outcome_of(manifest, plan, [UNTOUCHED]).untouched == ("(the state itself)",)
     assert outcome_of(manifest, plan, [WHOLE]).whole == ("(the state itself)",)

@@ -16,7 +16,6 @@ from torchferry.core.push import TransferId
 from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.errors import BadManifest, FerryError
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
-from torchferry.tensors.values import to_wire
 from torchferry.testing import MemoryNetwork
 
 WORDS = TensorSpec("int64", 8, (2, 2), (2, 1), 0, 0)
@@ -58,14 +57,14 @@ def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 
-PLACED = {"placements": [["shard", 0]], "shape": [4, 2], "mesh": [2], "position": None}
+PLACED = {"placements": [["Shard", 0]], "shape": [4, 2], "mesh": [2], "position": "outside the mesh"}
 TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
 SHARDS = [[[0, 0], [2, 2]], [[2, 0], [2, 2]]]
 SHARDED_TRAITS = {
     "all": [[*shard, "rank:0/cpu"] for shard in SHARDS],
-    "dtype": to_wire(torch.int64),
+    "dtype": "int64",
     "requires_grad": False,
-    "memory_format": to_wire(torch.contiguous_format),
+    "memory_format": "contiguous_format",
 }
 VALID = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
@@ -98,7 +97,7 @@ MALFORMED = {
         "sparse can't be built: RuntimeError",
     ),
     "a sparse of an unknown layout": (
-        leaf("compressed", (0, 0, 0), {**SPARSE_FORM, "layout": "torch.wild"}, SPARSE_TRAITS),
+        leaf("sparse", (0, 0, 0), {**SPARSE_FORM, "layout": "torch.wild"}, SPARSE_TRAITS),
         "its layout is 'torch.wild'",
     ),
     "a dtensor without mesh": (leaf("dtensor", (0,), PLACED, {**TRAITS, "mesh": None}), "at `$.mesh`"),

@@ -118,7 +118,7 @@ def test_in_place_values_of_repeated_indices_are_added() -> None:
 @pytest.mark.parametrize(
     ("incoming", "local", "said"),
     [
-        (coo, csr, ["kind", "incoming sparse", "local compressed"]),
+        (coo, csr, ["layout: incoming torch.sparse_coo, local torch.sparse_csr"]),
         (coo, lambda: torch.ones(2, 2), ["kind", "incoming sparse", "local tensor float32[2, 2]"]),
         (csr, lambda: csr().to_sparse_csc(), ["torch.sparse_csr", "torch.sparse_csc"]),
         (coo, repeated_indices, ["shape", "incoming [2, 2], local [2, 3]"]),

@@ -17,14 +17,12 @@ from torchferry.core.text import show
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors.kinds.base import Kind, Misfit, RebuildContext, check_form, dense_properties
 from torchferry.tensors.kinds.dense import DENSE
-from torchferry.tensors.kinds.ndarray import NDARRAY, is_array
-from torchferry.tensors.kinds.sparse import COMPRESSED, COMPRESSED_LAYOUTS, COO
+from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
+from torchferry.tensors.kinds.sparse import SPARSE, SPARSE_LAYOUTS
 
 __all__ = ["Kind", "Misfit", "RebuildContext", "check_form", "kind_named", "kind_of", "properties_of"]
 
-_by_name = {kind.name: kind for kind in (DENSE, COO, COMPRESSED, NDARRAY)}
-
-_by_layout = {torch.sparse_coo: COO} | dict.fromkeys(COMPRESSED_LAYOUTS, COMPRESSED)
+_by_name = {kind.name: kind for kind in (DENSE, SPARSE, NDARRAY)}
 
 _DISTRIBUTED_TYPES = {
     "torch.distributed.tensor.DTensor": "dtensor",
@@ -33,20 +31,16 @@ _DISTRIBUTED_TYPES = {
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return the kind of a value; None if it has no tensors.
-
-    Raises:
-        Unsendable: a subclass of Tensor, of which only the base's data would be sent.
-    """
+    """Return the kind of a value, None if it has no tensors; raises Unsendable for a subclass of Tensor."""
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
-        return _by_layout.get(value.layout, DENSE)  # type: ignore[attr-defined]
+        return SPARSE if value.layout in SPARSE_LAYOUTS else DENSE  # type: ignore[attr-defined]
     if issubclass(cls, torch.Tensor):
         name = _DISTRIBUTED_TYPES.get(f"{cls.__module__}.{cls.__qualname__}")
         if name is None:
             raise Unsendable(_explain_subclass(value))  # type: ignore[arg-type]
         return kind_named(name)
-    return NDARRAY if is_array(value) else None
+    return NDARRAY if cls is numpy_class("ndarray") else None
 
 
 def _explain_subclass(tensor: torch.Tensor) -> str:
@@ -66,9 +60,7 @@ def _explain_subclass(tensor: torch.Tensor) -> str:
 def kind_named(name: str) -> Kind:
     """Return the kind with a name on the wire.
 
-    Raises:
-        BadManifest: the name is unknown.
-        UnknownType: this torch does not have such tensors.
+    Raises BadManifest if the name is unknown, and UnknownType if this torch does not have such tensors.
     """
     if name == "dtensor":
         from torchferry.tensors.kinds.dtensor import DTENSOR
@@ -80,10 +72,9 @@ def kind_named(name: str) -> Kind:
         except ImportError:
             raise UnknownType("this version of torch has no ShardedTensor") from None
         return SHARDED
-    try:
-        return _by_name[name]
-    except KeyError:
-        raise BadManifest(f"a leaf has the unknown kind {show(name)}") from None
+    if name not in _by_name:
+        raise BadManifest(f"a leaf has the unknown kind {show(name)}")
+    return _by_name[name]
 
 
 def properties_of(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:

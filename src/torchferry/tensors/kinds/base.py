@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry.core.codec import encode_value
@@ -26,7 +27,7 @@ AddTensor: TypeAlias = Callable[[torch.Tensor], int]
 Misfit: TypeAlias = tuple[str, str, str]
 """Why a leaf can't be rebuilt in this process: the property, its value at the sender, its value here."""
 
-Dims: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+Dims: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,7 @@ class Kind(NamedTuple):
 
 
 def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    """Check that a leaf from a peer, with the tensors that it names, is a valid leaf of its kind.
-
-    Raises:
-        BadManifest: it is malformed.
-    """
+    """Check a leaf from a peer, with the tensors that it names; raises BadManifest if it is malformed."""
     if kind.tensor_count not in (None, len(leaf.parts)):
         raise BadManifest(f"a {kind.name} has {len(leaf.parts)} tensors, expected {kind.tensor_count}")
     try:

@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from torchferry.core.manifest import Leaf, TensorSpec
-from torchferry.tensors.kinds.base import AddTensor, Kind, RebuildContext
+from torchferry.core.manifest import Leaf
+from torchferry.tensors.kinds.base import Kind
 from torchferry.tensors.memory import DTYPES
 
 _REQUIRES_GRAD = 1
@@ -35,14 +35,11 @@ def with_grad_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def check_grad_flags(flags: int, dtype: torch.dtype) -> None:
+def check_grad_flags(flags: int, dtype: str) -> None:
     """Raise ValueError if a tensor of a dtype can't have these flags."""
-    if flags & _REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
+    can_have_grad = DTYPES[dtype].is_floating_point or DTYPES[dtype].is_complex
+    if flags & _REQUIRES_GRAD and not can_have_grad:
         raise ValueError(f"it requires a gradient, but {dtype} has none")
-
-
-def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
-    return Leaf(DENSE.name, (add_tensor(tensor),), None, grad_flags(tensor) or None)
 
 
 def describe_many(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Leaf]:
@@ -51,12 +48,12 @@ def describe_many(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> li
     return list(map(Leaf, repeat(DENSE.name), zip(numbers, strict=False), repeat(None), flags))
 
 
-def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
-    return with_grad_flags(parts[0], leaf.traits or 0)  # type: ignore[arg-type]
-
-
-def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
-    check_grad_flags(leaf.traits or 0, DTYPES[specs[0].dtype])  # type: ignore[arg-type]
-
-
-DENSE = Kind("tensor", _describe, _rebuild, 1, None, GradFlags | None, _check)
+DENSE = Kind(
+    "tensor",
+    describe=lambda tensor, add: Leaf("tensor", (add(tensor),), None, grad_flags(tensor) or None),
+    rebuild=lambda leaf, parts, context: with_grad_flags(parts[0], leaf.traits or 0),  # type: ignore[arg-type]
+    tensor_count=1,
+    fixed=None,
+    traits=GradFlags | None,
+    check=lambda leaf, specs: check_grad_flags(leaf.traits or 0, specs[0].dtype),  # type: ignore[arg-type]
+)

@@ -22,38 +22,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchferry import torch_internals as internals
-from torchferry.core.manifest import MAX_DIMS, Count, Leaf, TensorSpec
+from torchferry.core.manifest import MAX_DIMS, Leaf, TensorSpec
 from torchferry.core.text import show, show_name
 from torchferry.errors import Unsendable
 from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, Misfit, RebuildContext
 from torchferry.tensors.kinds.dense import GradFlags, check_grad_flags, grad_flags, with_grad_flags
-from torchferry.tensors.memory import DTYPES
 from torchferry.torch_internals import MeshLayout
 
-_PLACEMENTS: dict[str, tuple[Any, dict[str, type]]] = {
-    "shard": (Shard, {"dim": int}),
-    "replicate": (Replicate, {}),
-    "partial": (Partial, {"reduce_op": str}),
-    "strided": (internals.strided_shard_class(), {"dim": int, "split_factor": int}),
+_PLACEMENTS: dict[Any, dict[str, type]] = {
+    Shard: {"dim": int},
+    Replicate: {},
+    Partial: {"reduce_op": str},
+    internals.strided_shard_class(): {"dim": int, "split_factor": int},
 }
-"""The class and the arguments of each placement, by its name on the wire."""
+"""The arguments of each placement."""
 
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 
 PlacementForm: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
-"""The name of a placement, then its arguments."""
-
-Position: TypeAlias = Annotated[tuple[Count | None, ...], Meta(max_length=MAX_DIMS)]
-"""A coordinate in a mesh, with None for the dimensions that do not split the tensor."""
+"""The name of a placement's class, then its arguments."""
 
 
 class DTensorFixed(Form, frozen=True):
-    """What DTensors with the same shard share. `position` is None outside a mesh that splits the tensor."""
+    """What DTensors with the same shard share."""
 
     placements: Annotated[tuple[PlacementForm, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
     mesh: Dims
-    position: Position | None
+    position: str
 
 
 class DTensorTraits(Form, frozen=True):
@@ -77,36 +73,35 @@ def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
 
 
 def _placement_to_wire(placement: Placement) -> PlacementForm:
-    for name, (cls, arguments) in _PLACEMENTS.items():
-        if type(placement) is cls:
-            wire = (name, *(getattr(placement, argument) for argument in arguments))
-            if name != "partial" or wire[1] in _REDUCTIONS:
-                return wire
+    cls = type(placement)
+    wire = cls.__name__, *(getattr(placement, argument) for argument in _PLACEMENTS.get(cls, ()))
+    if cls in _PLACEMENTS and (cls is not Partial or wire[1] in _REDUCTIONS):
+        return wire
     raise Unsendable(
         f"a DTensor with the placement {placement!r} can't be sent: redistribute it to Shard or Replicate"
     )
 
 
 def _placement_from_wire(wire: PlacementForm) -> Placement:
-    name, *values = wire
-    cls, arguments = _PLACEMENTS.get(str(name), (None, {}))
-    is_known = cls is not None and list(map(type, values)) == [*arguments.values()]
-    if not is_known or (name == "partial" and values[0] not in _REDUCTIONS):
-        raise ValueError(f"its placement {show(wire)} is unknown")
-    return cls(**dict(zip(arguments, values, strict=True)))  # type: ignore[no-any-return]
+    for cls, arguments in _PLACEMENTS.items():
+        is_this = (cls.__name__, *arguments.values()) == (wire[0], *map(type, wire[1:]))
+        if is_this and (cls is not Partial or wire[1] in _REDUCTIONS):
+            return cls(**dict(zip(arguments, wire[1:], strict=True)))  # type: ignore[no-any-return]
+    raise ValueError(f"its placement {show(wire)} is unknown")
 
 
 def _position(
     coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[PlacementForm]
-) -> Position | None:
-    """Return a coordinate without the dimensions that do not split the tensor.
+) -> str:
+    """Return a coordinate as text, with a star for each dimension that does not split the tensor.
 
     Replicated dimensions and those of size 1 do not split it. Partial ones do: each rank has its own addend.
     """
-    splits = [n > 1 and wire[0] != "replicate" for n, wire in zip(mesh, placements, strict=True)]
-    if coordinate is None:
-        return None if any(splits) else (None,) * len(splits)
-    return tuple(index if split else None for index, split in zip(coordinate, splits, strict=True))
+    splits = [n > 1 and wire[0] != "Replicate" for n, wire in zip(mesh, placements, strict=True)]
+    if coordinate is None and any(splits):
+        return "outside the mesh"
+    indices = zip(coordinate or splits, splits, strict=True)
+    return "(" + ", ".join(str(index) if split else "*" for index, split in indices) + ")"
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
@@ -172,7 +167,7 @@ def _misfit(leaf: Leaf, context: RebuildContext) -> Misfit | None:
     here = _position(coordinate, fixed.mesh, fixed.placements)
     if here == fixed.position:
         return None
-    return "position of the shard in the mesh", _show_position(fixed.position), _show_position(here)
+    return "position of the shard in the mesh", show_name(fixed.position), here
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -182,14 +177,14 @@ def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
         "shape": str(list(fixed.shape)),
         "placements": ", ".join(map(_show_placement, fixed.placements)) or "none",
         "mesh": _show_mesh(fixed.mesh, None),
-        "position of the shard in the mesh": _show_position(fixed.position),
+        "position of the shard in the mesh": show_name(fixed.position),
         "shape of the local tensor": str(list(specs[0].shape)),
     }
 
 
 def _show_placement(wire: PlacementForm) -> str:
-    cls, _ = _PLACEMENTS[wire[0]]  # type: ignore[index]
-    return f"{cls.__name__}({', '.join(show_name(str(value)) for value in wire[1:])})"
+    name, *values = (show_name(str(value)) for value in wire)
+    return f"{name}({', '.join(values)})"
 
 
 def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
@@ -197,17 +192,10 @@ def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
     return " x ".join(map(str, shape)) + named
 
 
-def _show_position(position: Position | None) -> str:
-    """Show a position, with a star for each dimension that does not split the tensor."""
-    if position is None:
-        return "outside the mesh"
-    return "(" + ", ".join("*" if index is None else str(index) for index in position) + ")"
-
-
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, traits = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits)
     shape, mesh = fixed.shape, traits.mesh
-    check_grad_flags(traits.grad, DTYPES[specs[0].dtype])
+    check_grad_flags(traits.grad, specs[0].dtype)
     if len(shape) != len(traits.stride):
         raise ValueError(f"its shape has {len(shape)} dimensions and its stride {len(traits.stride)}")
     if prod(n for n in shape if n) * specs[0].itemsize >= 2**63:
@@ -216,9 +204,9 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         dim = getattr(_placement_from_wire(wire), "dim", None)
         if dim is not None and not 0 <= dim < len(shape):
             raise ValueError(f"it is sharded along dimension {dim} of {len(shape)}")
-    columns = (mesh.sizes, mesh.strides, fixed.mesh, fixed.placements, fixed.position, mesh.names)
+    columns = (mesh.sizes, mesh.strides, fixed.mesh, fixed.placements, mesh.names)
     if len({len(column) for column in columns if column is not None}) != 1:
-        raise ValueError("its mesh, position and placements differ in their number of dimensions")
+        raise ValueError("its mesh, names and placements differ in their number of dimensions")
     if fixed.mesh != tuple(map(prod, mesh.sizes)):
         raise ValueError(f"the shape of its mesh is {show(fixed.mesh)}, and the sizes are {show(mesh.sizes)}")
     if torch.device(mesh.device).type != mesh.device:

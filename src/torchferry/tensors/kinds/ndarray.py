@@ -13,13 +13,15 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import torch
 from msgspec import Meta, Struct
 
 from torchferry.core.manifest import Count, Leaf, TensorSpec
-from torchferry.core.text import MAX_CHARACTERS, show
+from torchferry.core.text import MAX_CHARACTERS, show, show_name
 from torchferry.errors import UnknownType, Unsendable
 from torchferry.tensors.kinds.base import AddTensor, Form, Kind, RebuildContext
 from torchferry.tensors.memory import memory_at, strided
@@ -31,20 +33,14 @@ _FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
 
 
 class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A field of a structured dtype on the wire. Its name may come with a title."""
+    """A field of a structured dtype, as numpy's `dtype_to_descr` has it. Its name may come with a title."""
 
     name: str | tuple[str, ...]
-    dtype: str | StructuredDtype
-    shape: tuple[Count, ...] | None = None
+    dtype: str | list[DtypeField]
+    shape: tuple[Count, ...] = ()
 
 
-class StructuredDtype(Struct, frozen=True, forbid_unknown_fields=True):
-    """A dtype with fields on the wire."""
-
-    fields: tuple[DtypeField, ...]
-
-
-DtypeForm: TypeAlias = str | StructuredDtype
+DtypeForm: TypeAlias = str | list[DtypeField]
 ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
 
 
@@ -52,25 +48,14 @@ class NumpyScalar:
     """Stands for numpy's scalar types in a table, because numpy may not be installed."""
 
 
-def is_scalar(value: object) -> bool:
-    """Return whether a value is a numpy scalar that can be sent as its bytes."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not issubclass(type(value), numpy.generic):
-        return False
-    dtype: Any = value.dtype  # type: ignore[attr-defined]
-    return type(value) is dtype.type and _is_bytes(dtype) and _is_describable(dtype)
+def numpy_class(name: str) -> type:
+    """Return a class of numpy; if numpy is not imported, a class that has no instances."""
+    return getattr(sys.modules.get("numpy"), name, NumpyScalar)
 
 
-def is_array(value: object) -> bool:
-    """Return whether a value is an ndarray, and not of a subclass, which may hold more than an array."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
-
-
-def is_array_type(cls: type) -> bool:
-    """Return whether a class is ndarray or derived from it."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(cls, numpy.ndarray)
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a numpy scalar, and not of a subclass that a user defined."""
+    return issubclass(type(value), numpy_class("generic")) and type(value) is value.dtype.type
 
 
 def _is_bytes(dtype: Any) -> bool:
@@ -78,50 +63,46 @@ def _is_bytes(dtype: Any) -> bool:
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
 
 
-def _is_describable(dtype: Any) -> bool:
-    """Return whether a dtype can be rebuilt exactly: records and dtypes with overlapping fields can't."""
-    try:
-        rebuilt = _dtype_from_wire(_dtype_to_wire(dtype))
-    except ValueError:
-        return False
-    return bool(rebuilt == dtype) and rebuilt.type is dtype.type
-
-
 def _dtype_to_wire(dtype: Any) -> DtypeForm:
-    return _descr_to_wire(_numpy().lib.format.dtype_to_descr(dtype))
-
-
-def _descr_to_wire(descr: Any) -> DtypeForm:
-    if isinstance(descr, str):
-        return descr
-    if not isinstance(descr, list):
-        raise ValueError(f"numpy describes the dtype as {descr}, which is neither a name nor fields")
-    fields = (DtypeField(name, _descr_to_wire(inner), *shape) for name, inner, *shape in descr)
-    return StructuredDtype(tuple(fields))
+    """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly."""
+    what = f"numpy values of dtype {dtype} can't be sent: "
+    if not _is_bytes(dtype):
+        raise Unsendable(what + "the items are references, not bytes. Convert an array to a list")
+    with suppress(ValueError):
+        wire: DtypeForm = msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)
+        rebuilt = _dtype_from_wire(wire)
+        if rebuilt == dtype and rebuilt.type is dtype.type:
+            return wire
+    # A record, or a dtype with overlapping fields.
+    raise Unsendable(
+        what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
+        "and view it back at the receiver"
+    )
 
 
 def _dtype_from_wire(wire: DtypeForm) -> Any:
-    """Rebuild a dtype; raise ValueError if it is malformed, or if its items are not bytes."""
+    """Rebuild a dtype; raise ValueError if numpy can't, or if its items are not bytes."""
     try:
-        dtype = _numpy().lib.format.descr_to_dtype(_descr_from_wire(wire))
+        dtype = _numpy().lib.format.descr_to_dtype(_descr(wire))
     except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
-        raise ValueError(f"not a numpy dtype: {str(error)[:MAX_CHARACTERS]}") from None
+        reason = str(error)[:MAX_CHARACTERS]
+        raise ValueError(f"numpy can't create the dtype {show(wire)}: {reason}") from None
     if not _is_bytes(dtype):
-        raise ValueError(f"items of the numpy dtype {str(dtype)[:MAX_CHARACTERS]} are not bytes")
+        raise ValueError(f"items of the dtype {str(dtype)[:MAX_CHARACTERS]} are references, expected bytes")
     return dtype
 
 
-def _descr_from_wire(wire: DtypeForm) -> Any:
+def _descr(wire: DtypeForm) -> Any:
+    """Return a dtype as numpy's `descr_to_dtype` expects it."""
     if isinstance(wire, str):
         if not _FORMAT.fullmatch(wire):
-            raise ValueError(f"{show(wire)} is not a format")
+            raise ValueError(f"{show(wire)} is not a byte order, a kind and a size, such as '<f4'")
         return wire
-    fields = [(field.name, _descr_from_wire(field.dtype), field.shape) for field in wire.fields]
-    return [field[:2] if field[2] is None else field for field in fields]
+    return [(field.name, _descr(field.dtype), field.shape) for field in wire]
 
 
 def scalar_to_wire(value: Any) -> ScalarForm:
-    """Describe a numpy scalar as its dtype and its bytes."""
+    """Describe a numpy scalar as its dtype and its bytes; raises Unsendable if its dtype can't be sent."""
     return _dtype_to_wire(value.dtype), value.tobytes()
 
 
@@ -149,26 +130,14 @@ class NdarrayFixed(Form, frozen=True):
 
 
 def _describe(array: Any, add_tensor: AddTensor) -> Leaf:
-    what = f"an ndarray of dtype {array.dtype} can't be sent: "
-    if not _is_bytes(array.dtype):
-        raise Unsendable(what + "its items are references, not bytes. Convert it to a list")
-    if not _is_describable(array.dtype):
-        raise Unsendable(
-            what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as "
-            "uint8, and view it back at the receiver"
-        )
+    dtype = _dtype_to_wire(array.dtype)
     backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
     forwards = array[_reversing(array.ndim, backwards)]
-    # The memory that the array shares with its bases.
-    numpy, owner = _numpy(), array
-    low, high = numpy.lib.array_utils.byte_bounds(array)
-    while isinstance(owner := owner.base, numpy.ndarray):
-        owner_low, owner_high = numpy.lib.array_utils.byte_bounds(owner)
-        low, high = min(low, owner_low), max(high, owner_high)
+    low, high = _numpy().lib.array_utils.byte_bounds(array)
     start = forwards.__array_interface__["data"][0] - low if array.size else 0
     shape, strides = (*array.shape, array.itemsize), (*forwards.strides, 1)
     data = strided(memory_at(low, high - low), torch.uint8, start, shape, strides)
-    fixed = NdarrayFixed(_dtype_to_wire(array.dtype), backwards)
+    fixed = NdarrayFixed(dtype, backwards)
     return Leaf(NDARRAY.name, (add_tensor(data),), fixed.packed(), bool(array.flags.writeable))
 
 
@@ -195,11 +164,16 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, (spec,) = NdarrayFixed.read(leaf.fixed), specs
     dtype = _dtype_from_wire(fixed.dtype)
-    if spec.dtype != "uint8" or not spec.shape or spec.shape[-1] != dtype.itemsize or spec.conj or spec.neg:
-        raise ValueError(f"its tensor does not hold the bytes of {str(dtype)[:MAX_CHARACTERS]} items")
+    if spec.dtype != "uint8" or spec.shape[-1:] != (dtype.itemsize,) or spec.conj or spec.neg:
+        raise ValueError(
+            f"its tensor is {show_name(spec.dtype)}{show(spec.shape)}, expected uint8[..., {dtype.itemsize}] "
+            f"for items of {str(dtype)[:MAX_CHARACTERS]}"
+        )
     axes = len(spec.shape) - 1
-    if axes > _MAX_AXES or any(axis >= axes for axis in fixed.backwards):
-        raise ValueError(f"{axes} axes, of which {fixed.backwards} are reversed")
+    if axes > _MAX_AXES:
+        raise ValueError(f"it has {axes} axes, expected at most {_MAX_AXES}")
+    if max(fixed.backwards, default=-1) >= axes:
+        raise ValueError(f"its reversed axes are {show(fixed.backwards)}, but it has only {axes} axes")
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from msgspec import Meta
 
-from torchferry.core.manifest import Item, Leaf, TensorSpec
-from torchferry.core.text import show
-from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, RebuildContext, dense_properties
+from torchferry.core.manifest import Leaf, TensorSpec
+from torchferry.core.text import show, show_name
+from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, RebuildContext
 from torchferry.tensors.kinds.dense import check_grad_flags
-from torchferry.tensors.memory import DTYPES
-from torchferry.tensors.values import from_wire, to_wire
+from torchferry.tensors.memory import DTYPES, dtype_name
 from torchferry.torch_internals import make_sharded_tensor, sharded_tensor_module
 
 _api = sharded_tensor_module()
+
+_MEMORY_FORMATS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.memory_format)}
 
 
 class ShardedFixed(Form, frozen=True):
@@ -36,21 +37,17 @@ class ShardedTraits(Form, frozen=True):
     """The metadata of the whole tensor: offsets, sizes and placement of each shard, and its properties."""
 
     all: Annotated[tuple[tuple[Dims, Dims, str], ...], Meta(min_length=1)]
-    dtype: Item
+    dtype: str
     requires_grad: bool
-    memory_format: Item
+    memory_format: str
 
 
 def _describe(tensor: Any, add_tensor: AddTensor) -> Leaf:
     shards, metadata = tensor.local_shards(), tensor.metadata()
-    properties = metadata.tensor_properties
     fixed = ShardedFixed(tuple(metadata.size), tuple(_bounds(shard.metadata) for shard in shards))
-    traits = ShardedTraits(
-        tuple((*_bounds(shard), str(shard.placement)) for shard in metadata.shards_metadata),
-        to_wire(properties.dtype),  # type: ignore[arg-type]
-        properties.requires_grad,
-        to_wire(properties.memory_format),  # type: ignore[arg-type]
-    )
+    placed = tuple((*_bounds(shard), str(shard.placement)) for shard in metadata.shards_metadata)
+    whole = metadata.tensor_properties
+    traits = ShardedTraits(placed, dtype_name(whole.dtype), whole.requires_grad, str(whole.memory_format))
     parts = tuple(add_tensor(shard.tensor) for shard in shards)
     return Leaf(SHARDED.name, parts, fixed.packed(), traits.packed())
 
@@ -66,41 +63,50 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
     for (offsets, sizes), tensor in zip(fixed.shards, parts, strict=True):
         own = _api.ShardMetadata([*offsets], [*sizes], placement=f"rank:{rank}/{tensor.device}")
         local_shards.append(_api.Shard(tensor.requires_grad_(traits.requires_grad), own))
-    properties = _api.TensorProperties(
-        dtype=from_wire(traits.dtype),
-        requires_grad=traits.requires_grad,
-        memory_format=from_wire(traits.memory_format),
-    )
-    shards = [_api.ShardMetadata([*start], [*sizes], placement=place) for start, sizes, place in traits.all]
-    metadata = _api.ShardedTensorMetadata(shards, torch.Size(fixed.size), properties)
+    dtype, memory_format = DTYPES[traits.dtype], _MEMORY_FORMATS[traits.memory_format]
+    properties = _api.TensorProperties(dtype, requires_grad=traits.requires_grad, memory_format=memory_format)
+    metadata = _api.ShardedTensorMetadata(_all_shards(traits), torch.Size(fixed.size), properties)
     return make_sharded_tensor(local_shards, metadata)
+
+
+def _all_shards(traits: ShardedTraits) -> list[Any]:
+    return [_api.ShardMetadata([*start], [*sizes], placement=place) for start, sizes, place in traits.all]
 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, traits = ShardedFixed.read(leaf.fixed), ShardedTraits.read(leaf.traits)
-    dtype, memory_format = from_wire(traits.dtype), from_wire(traits.memory_format)
-    if not isinstance(dtype, torch.dtype) or not isinstance(memory_format, torch.memory_format):
-        raise TypeError(f"its dtype is {show(dtype)} and its memory format is {show(memory_format)}")
-    check_grad_flags(traits.requires_grad, dtype)
-    if len(fixed.shards) != len(specs) or any(DTYPES[spec.dtype] is not dtype for spec in specs):
-        raise ValueError(f"its {len(specs)} tensors are not the {len(fixed.shards)} local shards of {dtype}")
-    if prod(n for n in fixed.size if n) * dtype.itemsize >= 2**63:
+    if traits.dtype not in DTYPES:
+        raise ValueError(f"torch {torch.__version__} has no dtype {show(traits.dtype)}")
+    if traits.memory_format not in _MEMORY_FORMATS:
+        raise ValueError(f"torch {torch.__version__} has no memory format {show(traits.memory_format)}")
+    check_grad_flags(traits.requires_grad, traits.dtype)
+    if len(fixed.shards) != len(specs):
+        raise ValueError(f"it has {len(specs)} tensors, expected one for each of {len(fixed.shards)} shards")
+    for spec, (_, sizes) in zip(specs, fixed.shards, strict=True):
+        if (spec.dtype, spec.shape) != (traits.dtype, sizes):
+            found, expected = f"{spec.dtype} {show(spec.shape)}", f"{traits.dtype} {show(sizes)}"
+            raise ValueError(f"the tensor of a local shard is {found}, expected {expected}")
+    if prod(n for n in fixed.size if n) * DTYPES[traits.dtype].itemsize >= 2**63:
         raise ValueError(f"its shape {show(fixed.size)} has more bytes than torch can count")
     for offsets, sizes in (*fixed.shards, *(shard[:2] for shard in traits.all)):
         if not len(offsets) == len(sizes) == len(fixed.size):
             raise ValueError(f"a shard has {len(sizes)} dimensions, expected {len(fixed.size)}")
         if any(start + n > end for start, n, end in zip(offsets, sizes, fixed.size, strict=True)):
             raise ValueError(f"a shard of {show(sizes)} at {show(offsets)} ends outside {show(fixed.size)}")
+    _all_shards(traits)  # torch parses the placements
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    fixed, traits = ShardedFixed.read(leaf.fixed), ShardedTraits.read(leaf.traits)
+    fixed = ShardedFixed.read(leaf.fixed)
     shards = [
         "[" + ", ".join(f"{start}:{start + n}" for start, n in zip(offsets, sizes, strict=True)) + "]"
         for offsets, sizes in fixed.shards
     ]
-    dtype = dense_properties(leaf, specs)["dtype"] or str(from_wire(traits.dtype))
-    return {"dtype": dtype, "shape": str(list(fixed.size)), "local shards": ", ".join(shards) or "none"}
+    return {
+        "dtype": show_name(ShardedTraits.read(leaf.traits).dtype),
+        "shape": str(list(fixed.size)),
+        "local shards": ", ".join(shards) or "none",
+    }
 
 
 SHARDED = Kind("sharded", _describe, _rebuild, None, ShardedFixed, ShardedTraits, _check, _properties)
