@@ -15,7 +15,7 @@ from benchmarks.states import differing_paths, digest_leaves
 from benchmarks.systems.session import Session, Setup, System
 from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
-from torchferry.core.plan import Message, Plan, make_plan
+from torchferry.core.plan import Chunk, make_plan
 from torchferry.engine.receive import plan_incoming
 from torchferry.engine.sink import target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Workspace
@@ -30,7 +30,7 @@ def _open(setup: Setup) -> Session:
         return Session(send=lambda: None, receive=lambda: state)
     described = describe(state)
     plan = make_plan(described.manifest)
-    buffers = [_packed(described, plan, message) for message in plan.messages]
+    buffers = [_packed(described, chunk) for chunk in plan.chunks]
     context = RebuildContext()
     sender, receiver = Workspace(CPU), Workspace(CPU)
     local: Description | None = None
@@ -50,8 +50,8 @@ def _open(setup: Setup) -> Session:
         planned = plan_incoming(frame, incoming, receiver)
         if local is None:
             target = target_in_new_memory(incoming, planned, context, receiver)
-            for message, buffer in zip(plan.messages, buffers, strict=True):
-                target.sink.write(message, buffer)
+            for chunk, buffer in zip(plan.chunks, buffers, strict=True):
+                target.sink.write(chunk, buffer)
         else:
             target = target_in_place(incoming, planned, local, context, receiver, strict=True, extra="error")
         rebuilt[:] = [target.assemble()]
@@ -68,10 +68,9 @@ def _open(setup: Setup) -> Session:
     return Session(send=send, receive=lambda: None, source=state, settle=settle)
 
 
-def _packed(state: Description, plan: Plan, message: Message) -> torch.Tensor:
-    buffer = torch.empty(message.nbytes, dtype=torch.uint8)
-    pieces = [chunk.piece for chunk in plan.chunks_of(message)]
-    gather([state.memories[piece.storage] for piece in pieces], pieces, buffer)
+def _packed(state: Description, chunk: Chunk) -> torch.Tensor:
+    buffer = torch.empty(chunk.nbytes, dtype=torch.uint8)
+    gather([state.memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
     return buffer
 
 

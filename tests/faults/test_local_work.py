@@ -28,17 +28,17 @@ SIDE = 64
 
 
 def state_of(fill: int, count: int) -> dict[str, torch.Tensor]:
-    """Return many small tensors, which are packed into messages."""
+    """Return many small tensors, which are packed into chunks."""
     return {f"t{n}": torch.full((256,), fill + n, dtype=torch.int32) for n in range(count)}
 
 
 def delay_the_first_digest(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
-    """Block the digest of the first message until the sender is gone, and then for BUSY_S."""
-    original = sink.digest_pieces  # type: ignore[attr-defined]
+    """Block the digest of the first chunk until the sender is gone, and then for BUSY_S."""
+    original = sink.digest  # type: ignore[attr-defined]
     link = ProcessGroupLink(group, torch.device("cpu"))
     started = threading.Event()
 
-    def slow(*args: Any) -> list[int]:
+    def slow(*args: Any) -> int:
         if not started.is_set():
             started.set()
             try:
@@ -49,7 +49,7 @@ def delay_the_first_digest(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
                 time.sleep(BUSY_S)
         return original(*args)
 
-    monkeypatch.setattr(sink, "digest_pieces", slow)
+    monkeypatch.setattr(sink, "digest", slow)
 
 
 def send_and_leave_or_receive_slowly(rank: int, name: str, count: int, in_place: bool) -> bool:

@@ -117,18 +117,13 @@ def test_a_plan_carries_each_used_byte_once(
     used = {(spec.storage, byte) for spec in tensors for item in items_of(spec) for byte in item}
     assert plan.payload_bytes == len(used)
     positions: Counter[int] = Counter()
-    carried = 0
-    for number, message in enumerate(plan.messages):
-        chunks = plan.chunks_of(message)
-        assert (message.number, message.first) == (number, carried)
-        assert message.nbytes == sum(chunk.nbytes for chunk in chunks) <= chunk_bytes
-        assert len(chunks) == 1 or all(chunk.nbytes < pack_bytes for chunk in chunks)
-        carried = message.end
-        for chunk in chunks:
-            assert chunk.position == positions[chunk.extent]
-            assert chunk.nbytes == chunk.piece.nbytes
-            positions[chunk.extent] += chunk.nbytes
-    assert carried == len(plan.chunks)
+    for number, chunk in enumerate(plan.chunks):
+        assert chunk.number == number
+        assert chunk.nbytes == sum(piece.nbytes for piece in chunk.pieces) <= chunk_bytes
+        assert len(chunk.pieces) == 1 or all(piece.nbytes < pack_bytes for piece in chunk.pieces)
+        for piece in chunk.pieces:
+            assert piece.position == positions[piece.extent]
+            positions[piece.extent] += piece.nbytes
     assert [positions[n] for n in range(len(plan.extents))] == [e.nbytes for e in plan.extents]
 
 

@@ -40,7 +40,7 @@ class Reader:
         (length,) = struct.unpack("<q", self._read(0x54460000))
         data = self._read(0x54460001)
         assert len(data) == length
-        assert data[:5] == b"TFRY\x06"
+        assert data[:5] == b"TFRY\x07"
         assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
         body = msgspec.msgpack.decode(data[13:])
         defaults = [None, None, None, 0, b"", None, False, 0, 0, None]
@@ -57,40 +57,34 @@ class Reader:
         self._number += 1
         return self._read(0x54460010 + slot * 4096 + (self._number - 1) % 4096)
 
-    def chunk_sizes(self) -> list[list[int]]:
-        """The sizes of the chunks of each message. Every tensor is one extent here."""
+    def chunk_sizes(self) -> list[int]:
+        """The sizes of the chunks. Every tensor is one extent here."""
         chunk_bytes, pack_bytes = self.body[1], self.body[7]
         sizes = [self.body[0][4][spec[4]] for spec in self.body[0][3]]
         limit = max(min(1 << 20, chunk_bytes), pack_bytes)
-        messages: list[list[int]] = []
+        chunks: list[int] = []
         for size in (size for size in sizes if size < pack_bytes):
-            if not messages or sum(messages[-1]) + size > limit:
-                messages.append([])
-            messages[-1].append(size)
+            if chunks and chunks[-1] + size <= limit:
+                chunks[-1] += size
+            else:
+                chunks.append(size)
         step = chunk_bytes // 16 * 16
         for size in (size for size in sizes if size >= pack_bytes):
-            messages += [[min(step, size - start)] for start in range(0, size, step)]
-        return messages
+            chunks += [min(step, size - start) for start in range(0, size, step)]
+        return chunks
 
     def payload(self) -> tuple[list[bytes], bool]:
         """The chunks, verified, and whether the state changed."""
         digests, changed = self.body[5], False
         chunks: list[bytes] = []
-        groups: list[list[int]] = []
-        first_message = first_chunk = 0
-        messages = self.chunk_sizes()
-        for number, sizes in enumerate(messages):
-            data = self._next()
-            assert len(data) == sum(sizes)
-            for size in sizes:
-                chunks.append(data[:size])
-                data = data[size:]
-            last = number + 1 == len(messages)
-            if last or number + 1 - first_message == 64 or len(chunks) - first_chunk >= 16384:
-                groups.append([number + 8, first_chunk, len(chunks)])
-                first_message, first_chunk = number + 1, len(chunks)
-            while self.body[6] and groups and (groups[0][0] == number or last):
-                _, start, end = groups.pop(0)
+        sizes = self.chunk_sizes()
+        blocks = [(first, min(first + 64, len(sizes))) for first in range(0, len(sizes), 64)]
+        for number, size in enumerate(sizes):
+            chunks.append(self._next())
+            assert len(chunks[-1]) == size
+            is_last = number + 1 == len(sizes)
+            while self.body[6] and blocks and (blocks[0][1] + 7 == number or is_last):
+                start, end = blocks.pop(0)
                 block = self._next()
                 assert len(block) == max(24 + 8 * (end - start), 40)
                 assert block[:16] == self.body[4]
@@ -106,7 +100,7 @@ STATES = {
     "small": {f"t{n}": torch.arange(n + 1) for n in range(5)},
     "packed": {f"t{n}": torch.full((100 + n,), n, dtype=torch.int32) for n in range(3000)},
     "large": {"a": torch.arange(1 << 20), "b": torch.arange(3)},
-    "many messages": {f"t{n}": torch.full((1 << 15,), n) for n in range(150)},
+    "many chunks": {f"t{n}": torch.full((1 << 15,), n) for n in range(150)},
 }
 
 

@@ -28,7 +28,7 @@ from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
 REFUSAL_MAGIC = b"TFNO"
-VERSION = 6
+VERSION = 7
 _PREAMBLE = struct.Struct("<4sBQ")
 _MAX_REASON_CHARACTERS = 1000
 

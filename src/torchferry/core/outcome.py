@@ -76,8 +76,9 @@ def _states_by_path(
         tensors_of = [by_storage[extent.storage] for extent in plan.extents]
     states: defaultdict[int, set[int]] = defaultdict(set)
     for chunk, state in zip(plan.chunks, chunks, strict=True):
-        for tensor in tensors_of[chunk.extent]:
-            states[tensor].add(state)
+        for piece in chunk.pieces:
+            for tensor in tensors_of[piece.extent]:
+                states[tensor].add(state)
     for tensor in unfinished:
         if ChunkState.WHOLE in states[tensor]:
             states[tensor].add(ChunkState.WRITTEN)

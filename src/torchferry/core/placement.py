@@ -22,7 +22,7 @@ from msgspec import Struct
 from torchferry.core.compare import Pair, can_copy_as_block
 from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint, memory_order
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Chunk
+from torchferry.core.plan import Piece
 from torchferry.errors import BadManifest
 
 
@@ -61,11 +61,11 @@ class Placements(NamedTuple):
     via_scratch: tuple[Pair, ...] = ()
     identical: bool = False
 
-    def of(self, chunk: Chunk) -> Placement:
-        """Return the placement of a chunk."""
+    def of(self, piece: Piece) -> Placement:
+        """Return the placement of a piece."""
         if self.identical:
-            return Placement((Direct(chunk.piece.storage, 0),))
-        return self.by_extent[chunk.extent]
+            return Placement((Direct(piece.storage, 0),))
+        return self.by_extent[piece.extent]
 
 
 IDENTICAL = Placements((), identical=True)

@@ -1,4 +1,4 @@
-"""The messages of a transfer, in order. Both sides compute the same plan from the manifest and two sizes."""
+"""The chunks of a transfer, in order. Both sides compute the same plan from the manifest and two sizes."""
 
 from __future__ import annotations
 
@@ -27,79 +27,60 @@ PACK_BYTES = 128 << 10
 PACK_FROM = 64
 """The fewest small extents that are packed. PGTransport's contract counts the messages of smaller states."""
 PACKED_BYTES = 1 << 20
-"""The size of a packed message: it fits into the cache of one core."""
+"""The size of a packed chunk: it fits into the cache of one core."""
 
 SAMPLE_BYTES = 4 << 10
-"""The bytes at each end of a message that are read again to detect changes."""
+"""The bytes at each end of a chunk that are read again to detect changes."""
 
-BLOCK_MESSAGES = 64
-"""The messages per digest block: 512 MiB in chunks. More blocks find damage earlier, but delay hashing."""
-BLOCK_CHUNKS = 1 << 14
-"""The chunks per digest block, which limits the size of the blocks of packed messages."""
+BLOCK_CHUNKS = 64
+"""The chunks per digest block: 512 MiB. More blocks find damage earlier, but delay hashing."""
 BLOCK_LAG = 8
-"""How many messages a digest block is sent after its last message, which is hashed meanwhile."""
+"""How many chunks a digest block is sent after its last chunk, which is hashed meanwhile."""
 
-MAX_MESSAGES = 1 << 18
-"""The most messages of a plan: 2 TiB in chunks. A hostile manifest could ask for any number."""
+MAX_CHUNKS = 1 << 18
+"""The most chunks of a plan: 2 TiB. A hostile manifest could ask for any number."""
 
 
-class TooManyMessages(ValueError):
-    """The state needs more than MAX_MESSAGES messages."""
+class TooManyChunks(ValueError):
+    """The state needs more than MAX_CHUNKS chunks."""
+
+
+class Piece(Extent, frozen=True, gc=False):
+    """A piece of extent number `extent`, or all of it. It starts at `position` of the extent's bytes."""
+
+    extent: int = 0
+    position: int = 0
 
 
 class Chunk(Struct, frozen=True, gc=False):
-    """A piece of an extent that is moved and verified as one, at `position` of the extent's bytes."""
-
-    extent: int
-    piece: Extent
-    position: int
-    nbytes: int
-
-
-class Message(Struct, frozen=True, gc=False):
-    """The chunks from `first` to `end`, sent as one message."""
+    """The bytes that are moved and verified as one: a piece of a large extent, or many small extents."""
 
     number: int
-    first: int
-    end: int
+    pieces: tuple[Piece, ...]
     nbytes: int
 
 
 class Plan(NamedTuple):
-    """The messages of a transfer, in the order in which they are sent."""
+    """The chunks of a transfer, in the order in which they are sent."""
 
     extents: tuple[Extent, ...]
     chunks: tuple[Chunk, ...]
-    messages: tuple[Message, ...]
     payload_bytes: int
     chunk_bytes: int
     pack_bytes: int
 
-    def chunks_of(self, message: Message) -> tuple[Chunk, ...]:
-        """Return the chunks of a message."""
-        return self.chunks[message.first : message.end]
-
-    def unpacked_storages(self) -> set[int]:
-        """Return the storages of chunks that are a message of their own, and need no staging memory."""
-        unpacked = [message for message in self.messages if message.end - message.first == 1]
-        return {self.chunks[message.first].piece.storage for message in unpacked}
-
-    def sequence(self, *, digest_blocks: bool) -> list[Message | DigestBlock]:
-        """Return the messages, and with `digest_blocks` also the digest blocks, in order."""
+    def sequence(self, *, digest_blocks: bool) -> list[Chunk | DigestBlock]:
+        """Return the chunks, and with `digest_blocks` also the digest blocks, in order."""
         if not digest_blocks:
-            return list(self.messages)
-        sequence: list[Message | DigestBlock] = []
-        blocks: dict[int, DigestBlock] = {}  # by the number of the message that each follows
-        first_message = first_chunk = 0
-        for message in self.messages:
-            sequence.append(message)
-            if message.number in blocks:
-                sequence.append(blocks.pop(message.number))
-            end, is_last = message.number + 1, message is self.messages[-1]
-            if is_last or end - first_message == BLOCK_MESSAGES or message.end - first_chunk >= BLOCK_CHUNKS:
-                blocks[message.number + BLOCK_LAG] = DigestBlock(first_chunk, message.end, is_last)
-                first_message, first_chunk = end, message.end
-        return [*sequence, *blocks.values()]
+            return list(self.chunks)
+        sequence: list[Chunk | DigestBlock] = []
+        count, sent = len(self.chunks), 0
+        for first in range(0, count, BLOCK_CHUNKS):
+            end = min(first + BLOCK_CHUNKS, count)
+            sequence += self.chunks[sent : end + BLOCK_LAG]
+            sequence.append(DigestBlock(first, end, end == count))
+            sent = end + BLOCK_LAG
+        return sequence
 
 
 def make_plan(
@@ -111,7 +92,7 @@ def make_plan(
     """Plan the transfer of a state: extents below `pack_bytes` are packed, those above a chunk are split.
 
     The receiver passes the sender's `pack_bytes`. The sender passes None, and packs if there are at least
-    `pack_from` small extents. Raises TooIrregular or TooManyMessages.
+    `pack_from` small extents. Raises TooIrregular or TooManyChunks.
     """
     extents = extents_of(manifest.tensors)
     sizes = [extent.nbytes for extent in extents]
@@ -119,20 +100,32 @@ def make_plan(
         pack_bytes = min(PACK_BYTES, chunk_bytes)
         if sum(size < pack_bytes for size in sizes) < pack_from:
             pack_bytes = 0
-    chunks = [Chunk(n, extents[n], 0, size) for n, size in enumerate(sizes) if size < pack_bytes]
+    chunks: list[Chunk] = []
+    packed: list[Piece] = []
+    nbytes, max_bytes = 0, max(min(PACKED_BYTES, chunk_bytes), pack_bytes)
+    for number, (extent, size) in enumerate(zip(extents, sizes, strict=True)):
+        if size < pack_bytes:
+            if nbytes + size > max_bytes:
+                chunks.append(Chunk(len(chunks), tuple(packed), nbytes))
+                packed, nbytes = [], 0
+            packed.append(_piece(extent, number))
+            nbytes += size
+    if packed:
+        chunks.append(Chunk(len(chunks), tuple(packed), nbytes))
     large = [number for number, size in enumerate(sizes) if size >= pack_bytes]
-    messages = _pack(chunks, max(min(PACKED_BYTES, chunk_bytes), pack_bytes))
     # There are at least so many. This rejects a hostile manifest before its chunks are listed.
-    _check_count(len(messages) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)
+    _check_count(len(chunks) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)
     for number in large:
         position = 0
-        for piece in split(extents[number], chunk_bytes):
-            nbytes = piece.nbytes
-            messages.append(Message(len(messages), len(chunks), len(chunks) + 1, nbytes))
-            chunks.append(Chunk(number, piece, position, nbytes))
-            position += nbytes
-            _check_count(len(messages), chunk_bytes)
-    return Plan(tuple(extents), tuple(chunks), tuple(messages), sum(sizes), chunk_bytes, pack_bytes)
+        for part in split(extents[number], chunk_bytes):
+            chunks.append(Chunk(len(chunks), (_piece(part, number, position),), part.nbytes))
+            position += part.nbytes
+            _check_count(len(chunks), chunk_bytes)
+    return Plan(tuple(extents), tuple(chunks), sum(sizes), chunk_bytes, pack_bytes)
+
+
+def _piece(part: Extent, extent: int, position: int = 0) -> Piece:
+    return Piece(part.storage, part.offset, part.run_bytes, part.repeats, extent, position)
 
 
 def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
@@ -145,20 +138,6 @@ def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
     return Extent(first.storage, first.offset, head), Extent(last.storage, last.end - tail, tail)
 
 
-def _pack(chunks: list[Chunk], max_bytes: int) -> list[Message]:
-    """Pack consecutive chunks into messages of at most `max_bytes`."""
-    messages: list[Message] = []
-    first = nbytes = 0
-    for number, chunk in enumerate(chunks):
-        if nbytes + chunk.nbytes > max_bytes:
-            messages.append(Message(len(messages), first, number, nbytes))
-            first, nbytes = number, 0
-        nbytes += chunk.nbytes
-    if nbytes:
-        messages.append(Message(len(messages), first, len(chunks), nbytes))
-    return messages
-
-
-def _check_count(messages: int, chunk_bytes: int) -> None:
-    if messages > MAX_MESSAGES:
-        raise TooManyMessages(f"the state needs more than {MAX_MESSAGES} messages of {chunk_bytes} bytes")
+def _check_count(chunks: int, chunk_bytes: int) -> None:
+    if chunks > MAX_CHUNKS:
+        raise TooManyChunks(f"the state needs more than {MAX_CHUNKS} chunks of {chunk_bytes} bytes")

@@ -31,27 +31,32 @@ class Progress:
     """Progress with one peer. The lane that moves bytes writes it, the caller that watches the lane reads it.
 
     `contacted` is False until a message to or from the peer has completed. `waiting_since_s` is None while
-    the lane works by itself. `idle` means that the lane waits for another lane, not for the peer. The caller
-    sets `cancelled`; a cancelled lane writes nothing more.
+    the lane works by itself. `idle` means that the lane waits for another lane, not for the peer.
     """
 
     peer: int
     bytes_due: int = 0
     bytes_done: int = 0
-    messages_done: int = 0
+    chunks_done: int = 0
     contacted: bool = True
     idle: bool = False
     waiting_since_s: float | None = None
-    cancelled: bool = False
 
     def add(self, nbytes: int) -> None:
-        """Count one completed message."""
+        """Count one completed chunk."""
         self.bytes_done += nbytes
-        self.messages_done += 1
+        self.chunks_done += 1
+
+
+@dataclass
+class Cancellation:
+    """Cancels a lane. The caller sets it; a cancelled lane writes nothing more."""
+
+    is_set: bool = False
 
     def raise_if_cancelled(self) -> None:
         """Stop a cancelled lane. Its caller has an error already and never sees this one."""
-        if self.cancelled:
+        if self.is_set:
             raise LinkTimeout("the transfer was cancelled")
 
 
@@ -68,6 +73,7 @@ class Lane(Generic[T]):
     """
 
     progress: Progress
+    cancellation: Cancellation
     steps: Steps[T]
     on_failure: Callable[[BaseException], None] = lambda error: None
     over: bool = False
@@ -178,7 +184,7 @@ def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Ru
             runner.start(lane, limits.deadline_s)
         while running := [lane for lane in lanes if not lane.over]:
             next_s = min(_watch(lane, link, limits, runner.now_s()) for lane in running)
-            _await_stop([lane for lane in running if lane.progress.cancelled])
+            _await_stop([lane for lane in running if lane.cancellation.is_set])
             if not any(lane.over for lane in running):
                 runner.sleep(running, next_s)
     except BaseException as interrupt:
@@ -188,7 +194,7 @@ def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Ru
         for lane in lanes:
             link.close(lane.progress.peer)
         for lane in lanes:
-            lane.progress.cancelled = True
+            lane.cancellation.is_set = True
         _await_stop(lanes)
         runner.end()
         raise
@@ -228,7 +234,7 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
     elif action is Action.GIVE_UP_LATE:
         error = deadline_passed(progress.peer)
     if error is not None:
-        progress.cancelled = True
+        lane.cancellation.is_set = True
         lane.settle(None, error)
     return again_s
 

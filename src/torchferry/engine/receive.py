@@ -17,7 +17,7 @@ from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_fra
 from torchferry.core.compare import Extra
 from torchferry.core.extents import TooIrregular
 from torchferry.core.outcome import ChunkState
-from torchferry.core.plan import Message, Plan, TooManyMessages
+from torchferry.core.plan import Chunk, Plan, TooManyChunks
 from torchferry.core.push import (
     ABORT_BYTES,
     DigestBlock,
@@ -28,7 +28,7 @@ from torchferry.core.push import (
     decode_block,
 )
 from torchferry.core.report import Report
-from torchferry.engine.lanes import Lane, Progress, Steps
+from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import first_bytes
@@ -98,7 +98,7 @@ def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) 
         plan = workspace.plan(encoded, frame.chunk_bytes, frame.pack_bytes)
     except TooIrregular as error:
         raise BadManifest(f"the views overlap too irregularly to list ({error})") from None
-    except TooManyMessages as error:
+    except TooManyChunks as error:
         raise BadManifest(f"the peer announces more than can be received at once: {error}") from None
     if frame.digests is not None and len(frame.digests) != len(plan.chunks):
         raise BadManifest(f"the frame has {len(frame.digests)} digests for {len(plan.chunks)} chunks")
@@ -169,7 +169,7 @@ class _Receive(Transfer[ReceiveOptions]):
             (self._peer,),
             plan.payload_bytes,
             len(data),
-            len(plan.messages),
+            len(plan.chunks),
             self._finish_phase(),
             forwarded_to=self._route.next,
             not_forwarded=payload.not_forwarded,
@@ -196,7 +196,8 @@ class _Receive(Transfer[ReceiveOptions]):
             self._enter(ReceiverState.WAITING)
             self._progress = Progress(peer, contacted=False)
             with self._link.frames(peer, "receive", self._left_s()) as frames:
-                lane = Lane(self._progress, self._frame_steps(frames))
+                cancellation = Cancellation()
+                lane = Lane(self._progress, cancellation, self._frame_steps(frames, cancellation))
                 self._run_lanes([lane])
             data = lane.result()
             refusal = decode_refusal(data)
@@ -210,14 +211,14 @@ class _Receive(Transfer[ReceiveOptions]):
                     peer=peer,
                 )
 
-    def _frame_steps(self, frames: Channel) -> Steps[bytes]:
+    def _frame_steps(self, frames: Channel, cancellation: Cancellation) -> Steps[bytes]:
         # Zeros, so that the content does not depend on what the memory held before. Buffers are created in
         # the lane, because the caller may be in inference mode.
         length = torch.zeros(1, dtype=torch.int64, device=self._link.device)
         # stall_timeout does not apply before the first message of the sender.
         self._progress.idle = True
         yield frames.recv(length)
-        self._progress.raise_if_cancelled()
+        cancellation.raise_if_cancelled()
         self._progress.idle, self._progress.contacted = False, True
         self._enter(ReceiverState.FRAME)
         nbytes = int(length.item())
@@ -278,8 +279,11 @@ class _Receive(Transfer[ReceiveOptions]):
                 window_bytes,
                 self._workspace.staging,
             )
+        cancellation = Cancellation()
+        sink.before_write = cancellation.raise_if_cancelled
         payload = _Payload(self._link, frame, sink, self._workspace.staging, self._progress, verify, relay)
-        receiving = Lane(self._progress, payload.steps(window_bytes, self._options.in_place_window_bytes))
+        steps = payload.steps(window_bytes, self._options.in_place_window_bytes)
+        receiving = Lane(self._progress, cancellation, steps)
         lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
         receiving.result()
@@ -289,7 +293,9 @@ class _Receive(Transfer[ReceiveOptions]):
 
     def _forwarding(self, relay: Relay, receiving: Lane[None]) -> Lane[None]:
         """Return the lane that forwards messages. If one of the two lanes fails, the relay is told."""
-        forwarding = Lane(relay.progress, relay.steps(), lambda _: relay.stop(self._link.rank or 0))
+        forwarding = Lane(
+            relay.progress, Cancellation(), relay.steps(), lambda _: relay.stop(self._link.rank or 0)
+        )
 
         def abort_next(error: BaseException) -> None:
             forwarding.ends_s = self._runner.now_s() + _ABORT_S
@@ -368,21 +374,20 @@ class _Payload:
 
     def __post_init__(self) -> None:
         self.verify &= self.frame.digest_blocks or self.frame.digests is not None
-        self.sink.before_write = self.progress.raise_if_cancelled
         self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
 
     def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
         """Receive everything. Damage is recorded, not raised, so that the sender can finish."""
         window = Window(self._arrived, window_bytes, in_place_window_bytes)
         for item in self.sink.plan.sequence(digest_blocks=self.frame.digest_blocks):
-            place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Message) else None
+            place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Chunk) else None
             yield from window.make_room(item.nbytes, in_place=place is not None)
-            if self.relay is not None and isinstance(item, Message) and place is None:
+            if self.relay is not None and isinstance(item, Chunk) and place is None:
                 # This lane waits for the next receiver now, not for its peer.
                 self.progress.idle = True
                 yield from self.relay.wait_for_room(item.nbytes)
                 self.progress.idle = False
-            self.progress.raise_if_cancelled()
+            self.sink.before_write()
             if isinstance(item, DigestBlock):
                 buffer = torch.zeros(item.nbytes, dtype=torch.uint8, device=self.link.device)
             elif place is None:
@@ -390,15 +395,15 @@ class _Payload:
             else:
                 buffer = self.sink.open(item, place)
             pending = self._channel.recv(buffer)
-            if isinstance(item, Message) and place is not None:
-                self.sink.mark(item.first, item.end, ChunkState.WRITTEN)
+            if isinstance(item, Chunk) and place is not None:
+                self.sink.mark(item.number, item.number + 1, ChunkState.WRITTEN)
             window.add(InFlight(buffer, item, place is not None), pending)
         yield from window.complete_all()
 
     def _arrived(self, arrived: InFlight) -> None:
         self._channel.raise_if_aborted(first_bytes(arrived.buffer, ABORT_BYTES))
-        if isinstance(arrived.item, Message):
-            self._message_arrived(arrived.item, arrived.buffer)
+        if isinstance(arrived.item, Chunk):
+            self._chunk_arrived(arrived.item, arrived.buffer)
         elif isinstance(arrived.item, DigestBlock):
             self._block_arrived(arrived.item, arrived.buffer)
         if self.relay is not None:
@@ -406,16 +411,16 @@ class _Payload:
         elif arrived.staged:
             self.staging.give_back(arrived.buffer)
 
-    def _message_arrived(self, message: Message, buffer: torch.Tensor) -> None:
-        self.progress.add(message.nbytes)
+    def _chunk_arrived(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        self.progress.add(chunk.nbytes)
         if self.verify:
-            self.sink.add_digests(message, buffer)
-        self.sink.write(message, buffer)
+            self.sink.add_digest(chunk, buffer)
+        self.sink.write(chunk, buffer)
         # A chunk is whole when it is written, not when it has arrived.
         if not self.verify:
-            self.sink.mark(message.first, message.end, ChunkState.WHOLE)
+            self.sink.mark(chunk.number, chunk.number + 1, ChunkState.WHOLE)
         elif self.frame.digests is not None:
-            self.sink.verify(message.first, self.frame.digests[message.first : message.end])
+            self.sink.verify(chunk.number, [self.frame.digests[chunk.number]])
 
     def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
         nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from msgspec import structs
 
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Message, Plan, TooManyMessages
+from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Chunk, Plan, TooManyChunks
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
     DigestBlock,
@@ -22,7 +22,7 @@ from torchferry.core.push import (
     encode_block,
 )
 from torchferry.core.report import Report
-from torchferry.engine.lanes import Lane, Progress, Steps
+from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.source import NOT_HASHED, Source
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
@@ -131,7 +131,7 @@ class _Send(Transfer[SendOptions]):
             tuple(self._peers),
             plan.payload_bytes,
             max(map(len, frames.values()), default=0),
-            len(plan.messages),
+            len(plan.chunks),
             self._finish_phase(),
             step=self._options.step,
         )
@@ -140,7 +140,7 @@ class _Send(Transfer[SendOptions]):
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
         try:
             if self._routes and chunk_bytes > RELAY_CHUNK_BYTES:
-                with suppress(TooManyMessages):
+                with suppress(TooManyChunks):
                     return self._workspace.plan(encoded, RELAY_CHUNK_BYTES, pack_from=pack_from)
             return self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
         except TooIrregular as error:
@@ -148,7 +148,7 @@ class _Send(Transfer[SendOptions]):
                 f"the state has views that overlap too irregularly to be sent without bytes between them "
                 f"({error}): clone() one of them first"
             ) from None
-        except TooManyMessages as error:
+        except TooManyChunks as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
     def _make_frame(self) -> Frame:
@@ -213,27 +213,31 @@ class _Send(Transfer[SendOptions]):
             max(self._options.window_bytes // lanes, 1),
             max(self._options.in_place_window_bytes // lanes, 2 * self._frame.chunk_bytes),
         )
-        return Lane(progress, self._steps(progress, window, data, has_payload=has_payload))
+        cancellation = Cancellation()
+        payload = self._send_payload(progress, cancellation, window) if has_payload else ()
+        return Lane(progress, cancellation, self._steps(progress, window, data, payload))
 
-    def _steps(self, progress: Progress, window: Window, data: bytes, *, has_payload: bool) -> Steps[None]:
+    def _steps(
+        self, progress: Progress, window: Window, data: bytes, payload: Iterable[Pending]
+    ) -> Steps[None]:
         """Send the frame, and the payload if the peer gets it from this process."""
         machine = self._machines[progress.peer]
         machine.advance(SenderState.SENDING)
         buffer = to_buffer(data, self._link.device)
         with self._link.frames(progress.peer, "send", self._left_s()) as frames:
             window.add(InFlight(buffer), *_post_frame(frames, buffer))
-        if has_payload:
-            yield from self._send_payload(progress, window)
+        yield from payload
         yield from window.complete_all()
         machine.advance(SenderState.SENT)
 
-    def _send_payload(self, progress: Progress, window: Window) -> Steps[None]:
+    def _send_payload(self, progress: Progress, cancellation: Cancellation, window: Window) -> Steps[None]:
         channel = self._link.channel(progress.peer, self._transfer)
         sequence = self._source.plan.sequence(digest_blocks=self._frame.digest_blocks)
         posted = 0
         try:
             for item in sequence:
-                message = yield from self._read(item, progress, window)
+                message = yield from self._read(item, window)
+                cancellation.raise_if_cancelled()
                 window.add(message, channel.send(message.buffer))
                 posted += 1
                 # A staged copy can't change any more, and is still in the cache.
@@ -241,7 +245,7 @@ class _Send(Transfer[SendOptions]):
                     self._hash(message)
         except Exception as error:
             # On a failed link, an abort would fail too.
-            if progress.cancelled or not isinstance(error, LinkError):
+            if cancellation.is_set or not isinstance(error, LinkError):
                 expected = [item.nbytes for item in sequence[posted:]]
                 if abort := channel.send_abort(self._frame.origin, expected):
                     while window:
@@ -250,21 +254,19 @@ class _Send(Transfer[SendOptions]):
                     self._machines[progress.peer].advance(SenderState.ABORTED)
             raise
 
-    def _read(self, item: Message | DigestBlock, progress: Progress, window: Window) -> Steps[InFlight]:
+    def _read(self, item: Chunk | DigestBlock, window: Window) -> Steps[InFlight]:
         """Wait until an item may be sent, and read it.
 
         A digest block waits until its chunks are hashed. The last block waits for all messages: it says
         whether the state changed while any of them was being sent.
         """
         source = self._source
-        if isinstance(item, Message):
+        if isinstance(item, Chunk):
             in_place = not source.must_stage(item)
             yield from window.make_room(item.nbytes, in_place=in_place)
-            progress.raise_if_cancelled()
             return InFlight(source.read(item), item, in_place)
         while window and (item.last or NOT_HASHED in source.digests[item.first : item.end]):
             yield from window.complete_oldest()
-        progress.raise_if_cancelled()
         changed = item.last and source.find_changes()
         digests = source.digests[item.first : item.end]
         block = encode_block(item, digests, self._frame.nonce, changed=changed)
@@ -274,14 +276,14 @@ class _Send(Transfer[SendOptions]):
         if sent.item is None:
             progress.contacted = True
             self._link.release(progress.peer)
-        elif isinstance(sent.item, Message):
+        elif isinstance(sent.item, Chunk):
             # A message that was sent from the state's own memory is hashed while the link sends the next.
             self._hash(sent)
             progress.add(sent.item.nbytes)
             self._source.done_with(sent.item, sent.buffer)
 
     def _hash(self, message: InFlight) -> None:
-        if self._frame.digest_blocks and isinstance(message.item, Message):
+        if self._frame.digest_blocks and isinstance(message.item, Chunk):
             self._source.hash(message.item, message.buffer)
 
     def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:

@@ -18,9 +18,9 @@ from torchferry.core.compare import Extra, compare, tensor_pairs
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.placement import IDENTICAL, Direct, Placement, Placements, place_in_local_state
-from torchferry.core.plan import Chunk, Message, Plan
+from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path
-from torchferry.engine.source import digest_pieces
+from torchferry.engine.source import digest
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import Mismatch, StateError, StateMismatch
 from torchferry.tensors.assemble import (
@@ -66,89 +66,85 @@ class Sink:
         self._digests: dict[int, int] = {}
         self._opened: dict[int, Direct] = {}
 
-    def direct_place(self, message: Message, can_access: Callable[[torch.device], bool]) -> Direct | None:
-        """Return a place where the link itself can write a message; None if it must be staged."""
-        chunk = self.plan.chunks[message.first]
+    def direct_place(self, chunk: Chunk, can_access: Callable[[torch.device], bool]) -> Direct | None:
+        """Return a place where the link itself can write a chunk; None if it must be staged."""
         has_memory = self.fresh is not None or self.local is not None
-        if not has_memory or message.end - message.first > 1 or chunk.piece.repeats:
+        if not has_memory or len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
             return None
-        places = self.placements.of(chunk).direct
+        places = self.placements.of(chunk.pieces[0]).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
 
-    def open(self, message: Message, place: Direct) -> torch.Tensor:
+    def open(self, chunk: Chunk, place: Direct) -> torch.Tensor:
         """Return the memory of a place, for the link to write. Mark it as written when that may begin."""
-        piece = self.plan.chunks[message.first].piece
         if self.fresh is not None:
-            self.fresh.fault_in(piece)
-        self._opened[message.first] = place
-        return run_of(self._memory(place), piece)
+            self.fresh.fault_in(chunk.pieces[0])
+        self._opened[chunk.number] = place
+        return run_of(self._memory(place), chunk.pieces[0])
 
-    def write(self, message: Message, buffer: torch.Tensor) -> None:
-        """Write the chunks of a message, consecutive in the buffer, to all their places but an open one."""
-        opened = self._opened.pop(message.first, None)
+    def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Write the pieces of a chunk to all their places but an open one."""
+        opened = self._opened.pop(chunk.number, None)
         if self.local is not None:
-            self._write_to(self.local, message, buffer, opened)
+            self._write_to(self.local, chunk, buffer, opened)
         elif self.fresh is not None and self.failure is None and opened is None:
             try:
-                self.fresh.unpack(self.plan.chunks_of(message), buffer)
+                self.fresh.unpack(chunk.pieces, buffer)
             except StateError as error:
                 self.failure = error
 
     def _write_to(
-        self, local: Description, message: Message, buffer: torch.Tensor, opened: Direct | None
+        self, local: Description, chunk: Chunk, buffer: torch.Tensor, opened: Direct | None
     ) -> None:
-        chunks = self.plan.chunks_of(message)
         if self.placements.identical:
             if opened is None:
-                self.mark(message.first, message.end, ChunkState.WRITTEN)
-                memories = [local.memories[chunk.piece.storage] for chunk in chunks]
-                self._scatter(chunks, memories, buffer)
+                self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
+                memories = [local.memories[piece.storage] for piece in chunk.pieces]
+                self._scatter(chunk.pieces, memories, buffer)
             return
-        placements = [self.placements.of(chunk) for chunk in chunks]
+        placements = [self.placements.of(piece) for piece in chunk.pieces]
         if opened is not None:
             others = tuple(place for place in placements[0].direct if place != opened)
             placements = [Placement(others, placements[0].itemwise)]
         elif any(placement.direct or placement.itemwise for placement in placements):
-            self.mark(message.first, message.end, ChunkState.WRITTEN)
+            self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
         else:
             return
         start = 0
-        for has_one_place, group in groupby(zip(chunks, placements, strict=True), key=_has_one_place):
+        for has_one_place, group in groupby(zip(chunk.pieces, placements, strict=True), key=_has_one_place):
             pairs = list(group)
-            sizes = [chunk.nbytes for chunk, _ in pairs]
+            sizes = [piece.nbytes for piece, _ in pairs]
             flat = buffer[start : start + sum(sizes)]
             start += flat.nbytes
             if has_one_place:
                 memories = [self._memory(placement.direct[0]) for _, placement in pairs]
-                self._scatter([chunk for chunk, _ in pairs], memories, flat)
+                self._scatter([piece for piece, _ in pairs], memories, flat)
                 continue
-            for (chunk, placement), data in zip(pairs, flat.split(sizes), strict=True):
+            for (piece, placement), data in zip(pairs, flat.split(sizes), strict=True):
                 for place in placement.direct:
-                    self._scatter([chunk], [self._memory(place)], data)
+                    self._scatter([piece], [self._memory(place)], data)
                 for items in placement.itemwise:
                     self.before_write()
                     theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
                     memory = local.memories[ours.storage]
-                    write_items(data, chunk, theirs, memory, ours, covers=items.covers)
+                    write_items(data, piece, theirs, memory, ours, covers=items.covers)
 
-    def _scatter(self, chunks: Sequence[Chunk], memories: Sequence[Memory], buffer: torch.Tensor) -> None:
+    def _scatter(self, pieces: Sequence[Piece], memories: Sequence[Memory], buffer: torch.Tensor) -> None:
         start = 0
-        for first in range(0, len(chunks), _PIECES_AT_ONCE):
+        for first in range(0, len(pieces), _PIECES_AT_ONCE):
             self.before_write()
-            pieces = [chunk.piece for chunk in chunks[first : first + _PIECES_AT_ONCE]]
-            end = start + sum(piece.nbytes for piece in pieces)
-            scatter(memories[first : first + _PIECES_AT_ONCE], pieces, buffer[start:end])
+            some = pieces[first : first + _PIECES_AT_ONCE]
+            end = start + sum(piece.nbytes for piece in some)
+            scatter(memories[first : first + _PIECES_AT_ONCE], some, buffer[start:end])
             start = end
 
-    def add_digests(self, message: Message, buffer: torch.Tensor) -> None:
-        """Hash the received chunks of a message."""
-        digests = digest_pieces(buffer, [chunk.nbytes for chunk in self.plan.chunks_of(message)])
-        self._digests.update(enumerate(digests, message.first))
+    def add_digest(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Hash a received chunk."""
+        self._digests[chunk.number] = digest(buffer)
 
     def verify(self, first: int, expected: Sequence[int]) -> None:
         """Compare the digests of received chunks, from the chunk `first` on, with those of the sender."""
-        for number, digest in enumerate(expected, first):
-            matches = self._digests.pop(number, None) == digest
+        for number, expected_digest in enumerate(expected, first):
+            matches = self._digests.pop(number, None) == expected_digest
             self._states[number] = ChunkState.WHOLE if matches else ChunkState.DAMAGED
 
     def mark(self, first: int, end: int, state: ChunkState) -> None:
@@ -202,7 +198,7 @@ class Sink:
         return self.local.memories[place.storage].at(place.delta)
 
 
-def _has_one_place(pair: tuple[Chunk, Placement]) -> bool:
+def _has_one_place(pair: tuple[Piece, Placement]) -> bool:
     _, placement = pair
     return len(placement.direct) == 1 and not placement.itemwise
 
@@ -230,8 +226,8 @@ def target_in_new_memory(
     _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
     fresh = FreshMemory(manifest, time.perf_counter)
     # Packed tensors are allocated when they arrive, many at once.
-    for storage in plan.unpacked_storages():
-        fresh.memory(storage)
+    for piece in [chunk.pieces[0] for chunk in plan.chunks if len(chunk.pieces) == 1]:
+        fresh.memory(piece.storage)
     return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh))
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from xxhash import xxh3_64_intdigest
 
-from torchferry.core.outcome import paths_of
-from torchferry.core.plan import Message, Plan, samples_of
+from torchferry.core.plan import Chunk, Plan, samples_of
+from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.workspace import Staging
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
@@ -20,15 +19,13 @@ from torchferry.tensors.memory import check_held, gather, peek, run_of
 NOT_HASHED = -1
 
 
-def digest_pieces(buffer: torch.Tensor, sizes: Sequence[int]) -> list[int]:
-    """Return the XXH3 digests of consecutive pieces of a flat buffer; raises StateError if it was freed.
+def digest(buffer: torch.Tensor) -> int:
+    """Return the XXH3 digest of a flat buffer; raises StateError if it was freed.
 
     xxhash releases the GIL while it hashes.
     """
     host = buffer.cpu()
-    view = _view(host)
-    ends = accumulate(sizes)
-    return [xxh3_64_intdigest(view[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    return xxh3_64_intdigest(_view(host))
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
@@ -60,54 +57,51 @@ class Source:
         self.digests = [NOT_HASHED] * len(self.plan.chunks)
         self._pinned = not self.description.is_all_cpu
         self._samples: list[list[int]] = []
-        self._changed: set[int] = set()
+        self._changed: set[int] = set()  # storages
 
-    def must_stage(self, message: Message) -> bool:
-        """Return whether a message must be copied: it is packed, has gaps, or the link can't read it."""
-        piece = self.plan.chunks[message.first].piece
-        if message.end - message.first > 1 or piece.repeats:
+    def must_stage(self, chunk: Chunk) -> bool:
+        """Return whether a chunk must be copied: it is packed, has gaps, or the link can't read it."""
+        piece = chunk.pieces[0]
+        if len(chunk.pieces) > 1 or piece.repeats:
             return True
         return not self.can_access(self.description.memories[piece.storage].device)
 
-    def read(self, message: Message) -> torch.Tensor:
-        """Return the bytes of a message: a staging buffer, or the memory of the state itself."""
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """Return the bytes of a chunk: a staging buffer, or the memory of the state itself."""
         memories = self.description.memories
-        pieces = [chunk.piece for chunk in self.plan.chunks_of(message)]
-        if not self.must_stage(message):
-            return run_of(memories[pieces[0].storage], pieces[0])
-        buffer = self.staging.take(message.nbytes, pinned=self._pinned)
-        gather([memories[piece.storage] for piece in pieces], pieces, buffer)
+        if not self.must_stage(chunk):
+            return run_of(memories[chunk.pieces[0].storage], chunk.pieces[0])
+        buffer = self.staging.take(chunk.nbytes, pinned=self._pinned)
+        gather([memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
         return buffer
 
-    def done_with(self, message: Message, buffer: torch.Tensor) -> None:
-        """Take back the buffer of a message that was read."""
-        if self.must_stage(message):
+    def done_with(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Take back the buffer of a chunk that was read."""
+        if self.must_stage(chunk):
             self.staging.give_back(buffer)
 
-    def hash(self, message: Message, buffer: torch.Tensor) -> None:
-        """Hash the chunks of a message, unless that was done."""
-        if self.digests[message.first] == NOT_HASHED:
-            sizes = [chunk.nbytes for chunk in self.plan.chunks_of(message)]
-            self.digests[message.first : message.end] = digest_pieces(buffer, sizes)
+    def hash(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Hash a chunk that was read, unless that was done."""
+        if self.digests[chunk.number] == NOT_HASHED:
+            self.digests[chunk.number] = digest(buffer)
 
     def hash_all(self) -> None:
         """Hash every chunk."""
-        for message in self.plan.messages:
-            self.digests[message.first : message.end] = self._read_and_hash(message)
+        self.digests = [self._read_and_hash(chunk) for chunk in self.plan.chunks]
 
-    def _read_and_hash(self, message: Message) -> list[int]:
-        buffer = self.read(message)
-        digests = digest_pieces(buffer, [chunk.nbytes for chunk in self.plan.chunks_of(message)])
-        self.done_with(message, buffer)
-        return digests
+    def _read_and_hash(self, chunk: Chunk) -> int:
+        buffer = self.read(chunk)
+        found = digest(buffer)
+        self.done_with(chunk, buffer)
+        return found
 
     def take_samples(self) -> None:
-        """Hash a few bytes of every message, so that `find_changes` can compare them later."""
-        self._samples = [self._sample(message) for message in self.plan.messages]
+        """Hash a few bytes of every chunk, so that `find_changes` can compare them later."""
+        self._samples = [self._sample(chunk) for chunk in self.plan.chunks]
 
-    def _sample(self, message: Message) -> list[int]:
-        """Hash a few bytes at both ends of a message; return nothing if its memory was freed."""
-        ends = samples_of(self.plan.chunks[message.first].piece, self.plan.chunks[message.end - 1].piece)
+    def _sample(self, chunk: Chunk) -> list[int]:
+        """Hash a few bytes at both ends of a chunk; return nothing if its memory was freed."""
+        ends = samples_of(chunk.pieces[0], chunk.pieces[-1])
         try:
             return [xxh3_64_intdigest(peek(self.description.memories[end.storage], end)) for end in ends]
         except (RuntimeError, StateError):
@@ -121,32 +115,31 @@ class Source:
         all are.
         """
         tensors = self.description.manifest.tensors
-        if written := {tensors[number].storage for number in self.description.changed_tensors()}:
-            chunks = enumerate(self.plan.chunks)
-            self._changed |= {number for number, chunk in chunks if chunk.piece.storage in written}
-        for message, sample in zip(self.plan.messages, self._samples, strict=False):
-            if sample != self._sample(message):
-                self._changed |= {message.first, message.end - 1}
+        self._changed |= {tensors[number].storage for number in self.description.changed_tensors()}
+        for chunk, sample in zip(self.plan.chunks, self._samples, strict=False):
+            if sample != self._sample(chunk):
+                self._changed |= {chunk.pieces[0].storage, chunk.pieces[-1].storage}
         uncounted = {tensors[number].storage for number in self.description.uncounted}
-        for message in self.plan.messages if uncounted or read_all else ():
-            storages = (chunk.piece.storage for chunk in self.plan.chunks_of(message))
-            if read_all or not uncounted.isdisjoint(storages):
-                self._changed |= self._differing(message)
+        for chunk in self.plan.chunks if uncounted or read_all else ():
+            storages = {piece.storage for piece in chunk.pieces}
+            unsure = storages if read_all else storages & uncounted
+            if unsure and self._differs(chunk):
+                self._changed |= unsure
         return bool(self._changed)
 
-    def _differing(self, message: Message) -> set[int]:
-        """Return the chunks of a message whose bytes, read again, have another digest than before."""
-        before = self.digests[message.first : message.end]
-        if NOT_HASHED in before:
-            return set()
+    def _differs(self, chunk: Chunk) -> bool:
+        """Return whether the bytes of a chunk, read again, have another digest than before."""
+        before = self.digests[chunk.number]
         try:
-            now = self._read_and_hash(message)
+            return before != NOT_HASHED and before != self._read_and_hash(chunk)
         except StateError:
-            return set(range(message.first, message.end))
-        return {
-            message.first + n for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]
-        }
+            return True
 
     def changed_paths(self) -> list[str]:
-        """Return the paths of the leaves that `find_changes` found changed."""
-        return paths_of(self.description.manifest, self.plan, self._changed)
+        """Return the paths of the leaves in storages that `find_changes` found changed."""
+        manifest = self.description.manifest
+        changed = {n for n, spec in enumerate(manifest.tensors) if spec.storage in self._changed}
+        found = occurrences(manifest) if changed else ()
+        return [
+            format_path(path) for path, leaf in found if not changed.isdisjoint(manifest.leaves[leaf].parts)
+        ]

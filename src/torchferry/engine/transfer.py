@@ -13,7 +13,7 @@ import torch
 
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import paths_of
-from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Message, Plan
+from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Chunk, Plan
 from torchferry.core.push import DigestBlock
 from torchferry.core.watch import Limits
 from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
@@ -85,9 +85,9 @@ class Transfer(Generic[OptionsT]):
         if is_failed_link and self._content is not None:
             manifest, plan = self._content
             more = f"; {progress.bytes_done:,} of {progress.bytes_due:,} bytes done"
-            if plan.messages:
-                message = plan.messages[min(progress.messages_done, len(plan.messages) - 1)]
-                path = next(iter(paths_of(manifest, plan, {message.first})), None)
+            if plan.chunks:
+                next_chunk = min(progress.chunks_done, len(plan.chunks) - 1)
+                path = next(iter(paths_of(manifest, plan, {next_chunk})), None)
                 more += f", last at {path}" if path else ""
             if not progress.contacted:
                 more += " (the metadata was not sent)"
@@ -103,13 +103,13 @@ class InFlight(NamedTuple):
     """A message that was started, and its memory: the state's own if `in_place`. A frame has no `item`."""
 
     buffer: torch.Tensor
-    item: Message | DigestBlock | None = None
+    item: Chunk | DigestBlock | None = None
     in_place: bool = False
 
     @property
     def staged(self) -> bool:
         """Whether the memory is a buffer of the staging pool."""
-        return isinstance(self.item, Message) and not self.in_place
+        return isinstance(self.item, Chunk) and not self.in_place
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ import torch
 
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Chunk
+from torchferry.core.plan import Piece
 from torchferry.tensors.memory import DTYPES, Memory, check_room, new_memory, scatter
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -85,19 +85,19 @@ class FreshMemory:
             self.wants_huge_pages = succeeded and self._slow_pages < _MAX_SLOW_PAGES
             page += _HUGE_PAGE_BYTES
 
-    def unpack(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
-        """Create tensors from consecutive chunks, or copy the chunks; raises StateError as `memory` does."""
+    def unpack(self, pieces: Sequence[Piece], buffer: torch.Tensor) -> None:
+        """Create tensors from consecutive pieces, or copy the pieces; raises StateError as `memory` does."""
         tensors = self._manifest.tensors
-        numbers = [self._only_tensor[chunk.piece.storage] for chunk in chunks]
+        numbers = [self._only_tensor[piece.storage] for piece in pieces]
         dtypes = [None if number is None else tensors[number].dtype for number in numbers]
         first = start = 0
         for dtype, run in groupby(dtypes):
             last = first + len(list(run))
-            pieces = [chunk.piece for chunk in chunks[first:last]]
-            end = start + sum([chunk.nbytes for chunk in chunks[first:last]])
+            end = start + sum([piece.nbytes for piece in pieces[first:last]])
             created = [number for number in numbers[first:last] if number is not None]
             if dtype is None or not self._create(created, dtype, buffer[start:end]):
-                scatter([self.memory(piece.storage) for piece in pieces], pieces, buffer[start:end])
+                memories = [self.memory(piece.storage) for piece in pieces[first:last]]
+                scatter(memories, pieces[first:last], buffer[start:end])
             first, start = last, end
 
     def _create(self, numbers: Sequence[int], dtype: str, flat: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ class FreshMemory:
                     if len(shape) != 1:
                         tensor.resize_(shape)
         except (RuntimeError, MemoryError):
-            # The bytes are not aligned to the item size, or they are one chunk of a large tensor, or an
+            # The bytes are not aligned to the item size, or they are one piece of a large tensor, or an
             # allocation failed, which `memory` reports.
             return False
         self.tensors.update(zip(numbers, created, strict=True))

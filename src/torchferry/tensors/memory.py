@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from torchferry.core.extents import Extent, count_items_below, memory_order, split_into_boxes
 from torchferry.core.manifest import TensorSpec
-from torchferry.core.plan import Chunk
+from torchferry.core.plan import Piece
 from torchferry.core.text import show
 from torchferry.errors import BadManifest, StateError
 from torchferry.torch_internals import neg_view
@@ -220,30 +220,30 @@ def copy_items(received: Memory, theirs: TensorSpec, memory: Memory, ours: Tenso
 
 
 def write_items(
-    buffer: torch.Tensor, chunk: Chunk, theirs: TensorSpec, memory: Memory, ours: TensorSpec, *, covers: bool
+    buffer: torch.Tensor, piece: Piece, theirs: TensorSpec, memory: Memory, ours: TensorSpec, *, covers: bool
 ) -> None:
-    """Write the items of an incoming tensor that a chunk holds into a local tensor of another layout.
+    """Write the items of an incoming tensor that a piece holds into a local tensor of another layout.
 
-    Items arrive in the order of their addresses at the sender. A chunk's range of items is split into a few
-    boxes, and each box is one strided copy. With `covers`, the tensor is the whole extent, so the chunk's
-    position in it tells which items the chunk holds. Otherwise their addresses do.
+    Items arrive in the order of their addresses at the sender. A piece's range of items is split into a few
+    boxes, and each box is one strided copy. With `covers`, the tensor is the whole extent, so the piece's
+    position in it tells which items the piece holds. Otherwise their addresses do.
     """
     dims = memory_order(theirs)
     assert dims is not None, "a tensor whose items have no order in memory is not written item by item"
     size = theirs.itemsize
     shape = [theirs.shape[d] for d in dims]
     stride = tuple(theirs.stride[d] for d in dims)
-    chunk_start, chunk_end, tensor_start = chunk.piece.offset, chunk.piece.end, theirs.offset
+    piece_start, piece_end, tensor_start = piece.offset, piece.end, theirs.offset
     if covers:
-        # The chunk holds only items, without gaps.
+        # The piece holds only items, without gaps.
         stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
-        chunk_start, chunk_end, tensor_start = chunk.position, chunk.position + chunk.nbytes, 0
+        piece_start, piece_end, tensor_start = piece.position, piece.position + piece.nbytes, 0
     levels = [(count, step * size) for count, step in zip(shape, stride, strict=True)]
-    first = count_items_below(chunk_start - tensor_start, levels)
-    end = count_items_below(chunk_end - tensor_start, levels)
-    # A tensor can view items only at multiples of their size, and the chunk may begin between two items, with
+    first = count_items_below(piece_start - tensor_start, levels)
+    end = count_items_below(piece_end - tensor_start, levels)
+    # A tensor can view items only at multiples of their size, and the piece may begin between two items, with
     # bytes of other tensors. Also, the buffer may be memory that is written here. A copy takes little time.
-    misaligned = chunk_start % size
+    misaligned = piece_start % size
     copied = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
     copied[misaligned:].copy_(buffer)
     source = Memory(copied.untyped_storage(), misaligned, buffer.device)
@@ -252,6 +252,6 @@ def write_items(
     target = _raw_over(memory, ours).permute((*dims, *others))
     for start, lengths in split_into_boxes(shape, first, end):
         box = tuple(slice(at, at + length) for at, length in zip(start, lengths, strict=True))
-        offset = tensor_start + size * sum(map(mul, start, stride)) - chunk_start
+        offset = tensor_start + size * sum(map(mul, start, stride)) - piece_start
         items = strided(source, _RAW[size], offset, lengths, stride)
         target[box].copy_(_reread(items, theirs, ours)[(..., *[None] * len(others))])

@@ -34,8 +34,8 @@ ROW, OTHER_ROW = tensor((8,), (1,)), tensor((8,), (1,), storage=1)
 
 def test_fresh_extents_keep_their_storages_and_offsets() -> None:
     plan = make_plan(state(ROW, OTHER_ROW))
-    assert [IDENTICAL.of(chunk) for chunk in plan.chunks] == [
-        Placement((Direct(chunk.piece.storage, 0),)) for chunk in plan.chunks
+    assert [IDENTICAL.of(chunk.pieces[0]) for chunk in plan.chunks] == [
+        Placement((Direct(chunk.pieces[0].storage, 0),)) for chunk in plan.chunks
     ]
 
 

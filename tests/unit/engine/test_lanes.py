@@ -9,7 +9,7 @@ import pytest
 
 from torchferry.core.watch import Limits
 from torchferry.engine import lanes
-from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
+from torchferry.engine.lanes import Cancellation, Lane, Progress, Runner, Steps, run_lanes
 from torchferry.errors import LinkBroken, LinkStalled, LinkTimeout
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork
@@ -33,7 +33,7 @@ def one_wait(pending: Pending) -> Steps[str]:
 
 def test_only_the_first_end_of_a_lane_counts() -> None:
     failures: list[BaseException] = []
-    lane: Lane[str] = Lane(Progress(1), one_wait(Never()), on_failure=failures.append)
+    lane: Lane[str] = Lane(Progress(1), Cancellation(), one_wait(Never()), on_failure=failures.append)
     first, second = LinkStalled("first"), LinkTimeout("second")
     lane.settle(None, first)
     lane.settle(None, second)
@@ -50,7 +50,7 @@ def test_cancelled_lanes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch
         stop.wait(10)
         yield Never()
 
-    busy: list[Lane[None]] = [Lane(Progress(peer), works()) for peer in (1, 2, 3)]
+    busy: list[Lane[None]] = [Lane(Progress(peer), Cancellation(), works()) for peer in (1, 2, 3)]
     runner = Runner()
     limits = Limits(runner.now_s())
     started_s = time.monotonic()
@@ -58,7 +58,7 @@ def test_cancelled_lanes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch
     waited_s = time.monotonic() - started_s
     stop.set()
     assert [type(lane.error) for lane in busy] == [LinkTimeout] * 3
-    assert all(lane.progress.cancelled for lane in busy)
+    assert all(lane.cancellation.is_set for lane in busy)
     assert 0.3 <= waited_s < 0.9
 
 
@@ -71,7 +71,7 @@ def test_a_link_that_breaks_at_the_deadline_counts_as_late() -> None:
             raise LinkBroken("closed, because another wait timed out")
 
     runner = Runner()
-    lane = Lane(Progress(1), one_wait(Breaking()))
+    lane = Lane(Progress(1), Cancellation(), one_wait(Breaking()))
     run_lanes(MemoryNetwork().link(0), [lane], Limits(runner.now_s() + 0.05), runner)
     assert type(lane.error) is LinkTimeout
 
@@ -82,7 +82,7 @@ def test_a_link_that_breaks_before_the_deadline_counts_as_broken() -> None:
             raise LinkBroken("gone")
 
     runner = Runner()
-    lane = Lane(Progress(1), one_wait(Broken()))
+    lane = Lane(Progress(1), Cancellation(), one_wait(Broken()))
     run_lanes(MemoryNetwork().link(0), [lane], Limits(runner.now_s() + 20), runner)
     assert type(lane.error) is LinkBroken
 
@@ -91,14 +91,14 @@ def test_an_interrupted_caller_closes_the_link_and_then_cancels_every_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never = [Never(), Never()]
-    waiting = [Lane(Progress(peer), one_wait(each)) for peer, each in enumerate(never, 1)]
+    waiting = [Lane(Progress(peer), Cancellation(), one_wait(each)) for peer, each in enumerate(never, 1)]
 
     def interrupted(self: Runner, lanes: object, until_s: float) -> None:
         raise KeyboardInterrupt
 
     class Watching(MemoryLink):
         def close(self, peer: int) -> None:
-            closed.append((peer, any(lane.progress.cancelled for lane in waiting)))
+            closed.append((peer, any(lane.cancellation.is_set for lane in waiting)))
 
     closed: list[tuple[int, bool]] = []
     monkeypatch.setattr(lanes.Runner, "sleep", interrupted)
@@ -108,6 +108,6 @@ def test_an_interrupted_caller_closes_the_link_and_then_cancels_every_lane(
     for each in never:
         each.stop.set()
     assert [type(lane.error) for lane in waiting] == [KeyboardInterrupt] * 2
-    assert all(lane.progress.cancelled for lane in waiting)
+    assert all(lane.cancellation.is_set for lane in waiting)
     # A cancelled lane sends an abort, which must not reach the peer any more.
     assert closed == [(1, False), (2, False)]

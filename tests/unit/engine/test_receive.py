@@ -13,7 +13,7 @@ from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink
-from torchferry.engine.source import digest_pieces
+from torchferry.engine.source import digest
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -210,16 +210,16 @@ def test_only_written_tensors_get_a_new_version_for_autograd() -> None:
 
 
 def failing_digest(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
-    """Raise `error` at the digest of message number `number`."""
+    """Raise `error` at the digest of chunk number `number`."""
     hashed = [0]
 
-    def fail(buffer: torch.Tensor, sizes: list[int]) -> list[int]:
+    def fail(buffer: torch.Tensor) -> int:
         hashed[0] += 1
         if hashed[0] == number:
             raise error
-        return digest_pieces(buffer, sizes)
+        return digest(buffer)
 
-    monkeypatch.setattr(sink, "digest_pieces", fail)
+    monkeypatch.setattr(sink, "digest", fail)
 
 
 def test_a_foreign_error_during_the_payload_raises_target_torn(monkeypatch: pytest.MonkeyPatch) -> None:

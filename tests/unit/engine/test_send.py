@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.links import FreeingLink, ShortLink
-from torchferry.core.plan import WINDOW_BYTES, Message
+from torchferry.core.plan import WINDOW_BYTES, Chunk
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.engine.source import Source
@@ -191,10 +191,10 @@ def test_a_failing_sender_sends_an_abort_even_after_tiny_messages(
     }
     options = SendOptions(10, MAX_METADATA_BYTES, hash_first_bytes=0, pack_from=1000)
 
-    def fail_after_two(self: Source, message: Message) -> torch.Tensor:
-        if message.number >= 2:
+    def fail_after_two(self: Source, chunk: Chunk) -> torch.Tensor:
+        if chunk.number >= 2:
             raise RuntimeError("this memory can't be read")
-        return read(self, message)
+        return read(self, chunk)
 
     read = Source.read
     monkeypatch.setattr(Source, "read", fail_after_two)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchferry.engine.lanes import Lane, Progress, Runner
+from torchferry.engine.lanes import Cancellation, Lane, Progress, Runner
 
 
 def one_lane() -> Lane[Any]:
@@ -19,7 +19,7 @@ def one_lane() -> Lane[Any]:
         yield from ()
         return "done"
 
-    return Lane(Progress(1), steps())
+    return Lane(Progress(1), Cancellation(), steps())
 
 
 @contextmanager

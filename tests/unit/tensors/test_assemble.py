@@ -40,8 +40,8 @@ def receive(leaf: Leaf, *tensors: TensorSpec, into: object = None) -> Any:
     link.send(torch.tensor([len(frame)]), 1, LENGTH_TAG)
     link.send(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 1, FRAME_TAG)
     channel = link.channel(1, TransferId(0, 0, b""))
-    for message in make_plan(manifest).messages:
-        channel.send(torch.zeros(message.nbytes, dtype=torch.uint8))
+    for chunk in make_plan(manifest).chunks:
+        channel.send(torch.zeros(chunk.nbytes, dtype=torch.uint8))
     terms = ReceiveOptions(5, 1 << 20, local_state=None if into is None else lambda: {"model": {"odd": into}})
     try:
         return receive_state(network.link(1), 0, terms)[0]
@@ -64,7 +64,7 @@ SHARDED_TRAITS = {
     "all": [[*shard, "rank:0/cpu"] for shard in SHARDS],
     "dtype": "int64",
     "requires_grad": False,
-    "memory_format": "contiguous_format",
+    "memory_format": "torch.contiguous_format",
 }
 VALID = {
     "tensor": (Leaf("tensor", (0,)), WORDS),
@@ -103,7 +103,7 @@ MALFORMED = {
     "a dtensor without mesh": (leaf("dtensor", (0,), PLACED, {**TRAITS, "mesh": None}), "at `$.mesh`"),
     "a dtensor on an impossible mesh": (
         leaf("dtensor", (0,), PLACED, {**TRAITS, "mesh": {**MESH, "sizes": [[7], [3]]}}),
-        "mesh, position and placements differ",
+        "mesh, names and placements differ",
     ),
     "a dtensor of an unknown placement": (
         leaf("dtensor", (0,), {**PLACED, "placements": [["hovering", 0]]}, TRAITS),
@@ -111,7 +111,7 @@ MALFORMED = {
     ),
     "a sharded of more shards than parts": (
         leaf("sharded", (0,), {"size": [4, 2], "shards": SHARDS}, SHARDED_TRAITS),
-        "its 1 tensors are not the 2 local shards",
+        "it has 1 tensors, expected one for each of 2 shards",
     ),
     "an ndarray of an unknown dtype": (
         leaf("ndarray", (0,), {"dtype": "<q9", "backwards": []}, True),
@@ -119,11 +119,11 @@ MALFORMED = {
     ),
     "an ndarray of objects": (
         leaf("ndarray", (0,), {"dtype": "|O", "backwards": []}, True),
-        "items of the numpy dtype object are not bytes",
+        "items of the dtype object are references, expected bytes",
     ),
     "an ndarray of another item size": (
         leaf("ndarray", (0,), {"dtype": "<i4", "backwards": []}, True),
-        "does not hold the bytes of int32 items",
+        "expected uint8[..., 4] for items of int32",
     ),
     "an ndarray without traits": (
         leaf("ndarray", (0,), {"dtype": "<i8", "backwards": []}),

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from tests.support.transfer import TIMEOUT_S
+from torchferry.core.codec import EncodedManifest
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import PACK_FROM, make_plan
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
+from torchferry.engine.sink import target_in_new_memory
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
 from torchferry.tensors.describe import describe
 from torchferry.tensors.fresh import _HUGE_PAGE_BYTES, FreshMemory
+from torchferry.tensors.kinds import RebuildContext
 from torchferry.tensors.memory import DTYPES, new_memory, run_of
 from torchferry.testing import MemoryNetwork
 
@@ -151,7 +154,11 @@ def test_a_failed_allocation_raises_a_state_error() -> None:
 
 def test_storages_that_are_packed_are_not_allocated_before_they_arrive() -> None:
     state = [torch.zeros(1 << 20), *(torch.zeros(10) for _ in range(COUNT))]
-    assert make_plan(describe(state).manifest).unpacked_storages() == {0}
+    described = describe(state)
+    encoded, plan = EncodedManifest(described.manifest, b""), make_plan(described.manifest)
+    target = target_in_new_memory(encoded, plan, RebuildContext(), Workspace(torch.device("cpu")))
+    assert target.sink.fresh is not None
+    assert list(target.sink.fresh._memories) == [0]
 
 
 @pytest.mark.parametrize("mode", [True, False])

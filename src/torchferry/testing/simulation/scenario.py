@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchferry.core.plan import BLOCK_MESSAGES
+from torchferry.core.plan import BLOCK_CHUNKS
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import FerryError, PeerGaveUp, SendFailed, StateMismatch, TargetTorn, Unsendable
 from torchferry.testing.simulation.network import Damage, Network, SimulatedRunner
@@ -261,7 +261,7 @@ class _Run:
     def _check_memory(self) -> None:
         for rank, max_bytes in self.network.max_in_flight_bytes.items():
             # The window, and for each peer one chunk beyond its share and two digest blocks.
-            digest_blocks = 2 * 8 * (BLOCK_MESSAGES + _MAX_PACKED)
+            digest_blocks = 2 * 8 * (BLOCK_CHUNKS + _MAX_PACKED)
             allowed = _WINDOW_BYTES + self.scenario.receivers * (_CHUNK_BYTES + digest_blocks)
             if self.scenario.relayed and rank > 0:
                 allowed = _WINDOW_BYTES + 2 * (_CHUNK_BYTES + digest_blocks)
