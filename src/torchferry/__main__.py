@@ -1,7 +1,5 @@
 """`python -m torchferry`: the same as the `torchferry` command."""
 
-from __future__ import annotations
-
 from torchferry.cli import main
 
 if __name__ == "__main__":

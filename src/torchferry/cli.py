@@ -3,8 +3,6 @@
 The library does not import this module, so programs that use only the library never load typer.
 """
 
-from __future__ import annotations
-
 import sys
 
 import typer

@@ -6,8 +6,6 @@ is one message. `_to_frame` expresses that as a manifest, so that the engine rec
 its checks.
 """
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 from dataclasses import dataclass

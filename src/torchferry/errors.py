@@ -28,8 +28,6 @@
 Errors have `peer` (a rank in the group), `path` and `phase` where they are known.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self

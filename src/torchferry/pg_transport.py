@@ -1,7 +1,5 @@
 """PGTransport: one rank of a process group sends a whole state, other ranks receive it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta

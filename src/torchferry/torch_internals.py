@@ -5,8 +5,6 @@ docstring says what happens without its API: it does something else, or it raise
 kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes each API and tests that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain

@@ -8,8 +8,6 @@ checks types, ranges and references, so a decoded manifest is safe to use. A dec
 times its length in memory, because every field has a type and no type lets one byte become a container.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar, cast

@@ -1,7 +1,5 @@
 """Compares the incoming state with the local state and lists every mismatch, before anything is written."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice

@@ -8,8 +8,6 @@ same extents from the same manifest.
 A function that would have to list more than MAX_RUNS runs raises TooIrregular.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence

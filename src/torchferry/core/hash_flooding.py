@@ -6,8 +6,6 @@ slots: inserting a hundred thousand of them blocks the process for minutes. The 
 counted here first, in a few microseconds per key. A time limit would reject harmless keys on a slow machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 

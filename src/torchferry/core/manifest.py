@@ -5,8 +5,6 @@ frame. Branches refer to each other by number, so no code recurses over a peer's
 same tensor are one object. Two tensors with the same storage share memory.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Raw, Struct

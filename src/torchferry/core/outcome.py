@@ -1,7 +1,5 @@
 """What a transfer did to the local state: which paths are whole, which are torn, which are untouched."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum

@@ -9,8 +9,6 @@ There are three ways, best first:
 An extent with no placement is received and dropped.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The chunks of a transfer, in order. Both sides compute the same plan from the manifest and two sizes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from msgspec import Struct

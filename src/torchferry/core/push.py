@@ -6,8 +6,6 @@ messages, so that sending begins before the state is hashed. A sender or a forwa
 sends an abort instead of the next message. `docs/protocol.md` has the protocol on one page.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from enum import Enum

@@ -1,7 +1,5 @@
 """The report of a finished transfer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 A peer chooses its keys and names. They must not fill a log, forge a line in it, or take long to format.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 MAX_CHARACTERS = 200

@@ -4,8 +4,6 @@ A path is the tuple of keys from the root. Paths are equal only if their keys ar
 `{"a": {"b": x}}` have different paths, although both are shown as `a.b`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The time is proportional to the size of the frame, whatever numbers the peer chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """When to probe a peer and when to give it up. Time is an argument, so simulations use the same rules."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

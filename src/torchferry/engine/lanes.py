@@ -5,8 +5,6 @@ in threads, and the caller sleeps where it can be woken. It checks every lane by
 and cancels a lane whose peer is dead, stalled or late. The simulation runs the same lanes with a scheduler.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -160,12 +158,12 @@ class Runner:
 
 
 def _wait(pending: Pending, deadline_s: float, peer: int) -> BaseException | None:
-    """Wait for a message until the deadline, and return why it failed."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        return deadline_passed(peer)
+    """Wait for a message until the deadline, and return why it failed.
+
+    A wait that begins late times out in the backend too: gloo closes the connection, and the peer notices.
+    """
     try:
-        pending.wait(left_s)
+        pending.wait(max(deadline_s - time.monotonic(), 0.0))
     except BaseException as error:
         # When the wait of one lane times out, gloo closes the connections of all lanes.
         is_late = isinstance(error, LinkBroken) and time.monotonic() >= deadline_s

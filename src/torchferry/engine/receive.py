@@ -5,8 +5,6 @@ that the sender can finish. If the frame can't be decoded, the receiver closes t
 sender.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -264,7 +262,7 @@ class _Receive(Transfer[ReceiveOptions]):
         except FerryError as error:
             rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
 
-    def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> _Payload:
+    def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> "_Payload":
         """Receive all messages, and forward them if the route asks for it."""
         payload_bytes, window_bytes = sink.plan.payload_bytes, self._options.window_bytes
         self._progress = Progress(self._route.upstream, payload_bytes)

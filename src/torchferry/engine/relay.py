@@ -4,8 +4,6 @@ Forwarding is a lane of its own, so that a slow or dead next receiver does not d
 lane offers messages as they arrive, and the forwarding lane sends them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Sending a state: a lane for each peer sends the frame, the messages and the digest blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ That is fresh memory, or the local state if the incoming state fits. At any mome
 of the local state are whole, torn and untouched.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A source: the chunks of a described state, their digests, and whether the state changed."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass

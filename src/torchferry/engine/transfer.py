@@ -1,7 +1,5 @@
 """What both ends of a transfer have: options, a deadline, phases, and a window of messages in flight."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -4,8 +4,6 @@ Weights go to an inference engine step after step: the bytes change, and the man
 follows from a manifest alone is kept, keyed by its encoding.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection

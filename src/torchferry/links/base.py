@@ -5,8 +5,6 @@ a receive gets only messages of its tag, in order. Each transfer uses tags of it
 rank, the transfer's serial number and the message's position.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -121,14 +119,14 @@ class Link:
             self._shared.serial += 1
             return TransferId(self.rank or 0, self._shared.serial, os.urandom(NONCE_BYTES))
 
-    def channel(self, peer: int, transfer: TransferId) -> Channel:
+    def channel(self, peer: int, transfer: TransferId) -> "Channel":
         """Open the channel of one transfer to or from a peer."""
         slot = (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
         first = _FIRST_MESSAGE_TAG + slot * _POSITIONS
         return Channel(self, peer, cycle(range(first, first + _POSITIONS)), transfer.nonce)
 
     @contextmanager
-    def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator[Channel]:
+    def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator["Channel"]:
         """Hold the channel of lengths and frames; raises LinkTimeout if another transfer holds it."""
         with self._shared.lock:
             lock = self._shared.frame_locks.setdefault((way, peer), threading.Lock())

@@ -1,7 +1,5 @@
 """A torch.distributed process group as a link. Peers are ranks in that group."""
 
-from __future__ import annotations
-
 import re
 import threading
 import weakref
@@ -50,10 +48,10 @@ class ProcessGroupLink(Link):
     def can_access(self, device: torch.device) -> bool:
         return device.type == self.device.type
 
-    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+    def send(self, buffer: torch.Tensor, peer: int, tag: int) -> "Work":
         return _start(self._group.send, buffer, peer, tag, "receive the message")
 
-    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+    def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> "Work":
         return _start(self._group.recv, buffer, peer, tag, "send a message")
 
     def check_peer(self, peer: int) -> None:
@@ -74,7 +72,7 @@ class ProcessGroupLink(Link):
             with suppress(LinkError):
                 self._probe(peer).wait(_MIN_WAIT_S)
 
-    def _probe(self, peer: int) -> Work:
+    def _probe(self, peer: int) -> "Work":
         # Some wrappers swallow errors, so this call bypasses them.
         buffer = torch.empty(1, dtype=torch.uint8, device=self.device)
         return _start(innermost(self._group).recv, buffer, peer, PROBE_TAG, "answer")
@@ -95,7 +93,7 @@ class Work:
             self.work.wait(timeout)
 
 
-def _start(operation: Callable[..., Any], buffer: torch.Tensor, peer: int, tag: int, expected: str) -> Work:
+def _start(operation: Callable[..., Any], buffer: torch.Tensor, peer: int, tag: int, expected: str) -> "Work":
     with _translated(peer, "answer"):
         return Work(operation([buffer], peer, tag), peer, buffer, expected)
 

@@ -3,8 +3,6 @@
 `prepare` makes every check that needs only metadata, before any payload is received.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from types import NoneType

@@ -1,7 +1,5 @@
 """Containers: one `ContainerKind` takes one type apart and builds it again. A subclass is another type."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque

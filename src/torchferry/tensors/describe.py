@@ -3,8 +3,6 @@
 Everything that can't be sent, or overwritten, is found here, before anything is sent or received.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 from bisect import bisect_right

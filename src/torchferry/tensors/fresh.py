@@ -4,8 +4,6 @@ Most storages are one contiguous tensor, and most tensors are small. Small tenso
 message. All tensors of a message are created in one call, in half the time of allocating and copying each.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections import Counter

@@ -4,8 +4,6 @@ Payload is read and written through integer views of the storage, never through 
 are bit-exact for every dtype, need no kernel for rare dtypes, and are invisible to autograd.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections import deque
@@ -47,7 +45,7 @@ class Memory(Struct, frozen=True, gc=False):
     base: int
     device: torch.device
 
-    def at(self, delta: int) -> Memory:
+    def at(self, delta: int) -> "Memory":
         """Return the same memory from `delta` bytes further on."""
         return Memory(self.storage, self.base + delta, self.device) if delta else self
 

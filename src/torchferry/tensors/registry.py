@@ -4,8 +4,6 @@ A name on the wire is only looked up here. Nothing is imported, and no code of t
 created without `__init__`, from their fields alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import TypeVar

@@ -6,8 +6,6 @@ of a large torch storage costs only its own size. Tensors that share a storage m
 may start up to 15 bytes earlier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat

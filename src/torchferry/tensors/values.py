@@ -3,8 +3,6 @@
 One `ValueKind` encodes and decodes one type. A subclass is another type.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 import types

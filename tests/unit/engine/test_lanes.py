@@ -76,6 +76,22 @@ def test_a_link_that_breaks_at_the_deadline_counts_as_late() -> None:
     assert type(lane.error) is LinkTimeout
 
 
+def test_a_wait_that_begins_after_the_deadline_reaches_the_backend() -> None:
+    """Gloo closes its connections when a wait times out. Without that wait, the peer would not notice."""
+    waits_s: list[float] = []
+
+    class Recorded:
+        def wait(self, timeout_s: float) -> None:
+            waits_s.append(timeout_s)
+            raise LinkTimeout("it did not complete")
+
+    runner = Runner()
+    lane = Lane(Progress(1), Cancellation(), one_wait(Recorded()))
+    run_lanes(MemoryNetwork().link(0), [lane], Limits(runner.now_s() - 0.01), runner)
+    assert type(lane.error) is LinkTimeout
+    assert waits_s == [0.0]
+
+
 def test_a_link_that_breaks_before_the_deadline_counts_as_broken() -> None:
     class Broken:
         def wait(self, timeout_s: float) -> None:

@@ -4,8 +4,6 @@ To add a kind, write a module with one `Kind`, and add it to `_by_name` and to `
 distributed tensors are imported on first use, because they import torch modules that load slowly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 

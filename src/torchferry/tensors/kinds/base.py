@@ -5,8 +5,6 @@ the incoming leaf. `traits` is what only a fresh leaf gets. Each is None, a scal
 packed into a Special.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self, TypeAlias

@@ -1,7 +1,5 @@
 """Strided tensors and parameters: the kind of nearly every leaf."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Annotated

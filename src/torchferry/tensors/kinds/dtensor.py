@@ -8,8 +8,6 @@ A receiver only accepts the shard of its own position: the coordinates along all
 the tensor must be equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod

@@ -7,8 +7,6 @@ An array is described as a uint8 tensor with one more dimension, the bytes of an
 can't be negative, so axes with negative strides are reversed, and reversed again in the result.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -36,7 +34,7 @@ class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """A field of a structured dtype, as numpy's `dtype_to_descr` has it. Its name may come with a title."""
 
     name: str | tuple[str, ...]
-    dtype: str | list[DtypeField]
+    dtype: str | list["DtypeField"]
     shape: tuple[Count, ...] = ()
 
 

@@ -4,8 +4,6 @@ The receiver's `local_shards()` get the receiver's rank and device. Its `metadat
 and describes the shards of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Annotated, Any

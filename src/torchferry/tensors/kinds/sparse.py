@@ -1,7 +1,5 @@
 """Sparse tensors: their index and value tensors are sent, and a sparse tensor is created from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
