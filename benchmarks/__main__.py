@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.hosts import ClusterRefused
+from benchmarks.hosts import ClusterError
 from benchmarks.measure import measure
 from benchmarks.results import BenchmarkError, Results, merge, read_json, write_json
 from benchmarks.run import Event, Plan, Skipped, Started
@@ -132,7 +132,7 @@ def _errors_printed() -> Iterator[Console]:
         return
     except BenchmarkError as error:
         message, code = str(error), error.exit_code
-    except ClusterRefused as refusal:
+    except ClusterError as refusal:
         message, code = f"no cluster can be built here: {refusal}", 2
     except KeyboardInterrupt:
         message, code = "interrupted; all processes have been stopped", 128 + signal.SIGINT

@@ -46,13 +46,13 @@ _NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 # Bits from linux/capability.h.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
-# ip and tc are here, and a user's PATH may lack it.
+# ip and tc are in these folders, which a user's PATH may lack.
 _SYSTEM_PATHS = "/usr/sbin:/sbin"
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ClusterRefused(Exception):
-    """No cluster can be built on this machine. The message says why, and what to do."""
+class ClusterError(Exception):
+    """A cluster can't be built or removed. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def cluster(count: int, *, rate_mbit: int = GIGABIT) -> Iterator[list[Host]]:
     """Build `count` hosts with links of `rate_mbit` Mbit/s; kill their processes and remove them at the end.
 
     Raises:
-        ClusterRefused: rights, tools or kernel features are missing.
+        ClusterError: rights, tools or kernel features are missing.
     """
     assert 0 < count <= 200, "the hosts share one /24"
     check_rights()
@@ -103,15 +103,15 @@ def check_rights() -> None:
     """Check that this process has the rights and the tools to build a cluster.
 
     Raises:
-        ClusterRefused: rights or tools are missing.
+        ClusterError: rights or tools are missing.
     """
     if sys.platform != "linux":
-        raise ClusterRefused("a cluster needs the network namespaces of Linux")
+        raise ClusterError("a cluster needs the network namespaces of Linux")
     status = Path("/proc/self/status").read_text()
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     held = int(found[1], 16) if found else 0
     if missing := [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]:
-        raise ClusterRefused(
+        raise ClusterError(
             f"network namespaces need {' and '.join(_CAPABILITIES)}; this process (uid {os.geteuid()}) lacks "
             f"{' and '.join(missing)}: run it as root (sudo), in a container with --privileged"
         )
@@ -123,7 +123,7 @@ def remove_leftovers() -> list[str]:
     """Remove the namespaces whose builder has died, and return their names.
 
     Raises:
-        ClusterRefused: a namespace can't be removed.
+        ClusterError: a namespace can't be removed.
     """
     with _signals_deferred():
         abandoned = [name for name in namespaces() if _is_abandoned(name)]
@@ -169,8 +169,8 @@ def _limit(namespace: str, interface: str, rate_mbit: int) -> None:
     shape = ("rate", f"{rate_mbit}mbit", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms")
     try:
         _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape)
-    except ClusterRefused as refusal:
-        raise ClusterRefused(f"{refusal}. If the kernel has no tbf queue, try `modprobe sch_tbf`") from None
+    except ClusterError as refusal:
+        raise ClusterError(f"{refusal}. If the kernel has no tbf queue, try `modprobe sch_tbf`") from None
 
 
 def _remove(names: Iterable[str]) -> None:
@@ -180,11 +180,11 @@ def _remove(names: Iterable[str]) -> None:
         try:
             _kill_processes(name)
             _run("ip", "netns", "del", name)
-        except ClusterRefused as failure:
+        except ClusterError as failure:
             failures[name] = failure
     # Another run may have removed the same leftovers meanwhile.
     if remaining := failures.keys() & set(namespaces()):
-        raise ClusterRefused("; ".join(str(failures[name]) for name in sorted(remaining)))
+        raise ClusterError("; ".join(str(failures[name]) for name in sorted(remaining)))
 
 
 def _kill_processes(namespace: str) -> None:
@@ -197,7 +197,7 @@ def _kill_processes(namespace: str) -> None:
         if not (pids := [int(pid) for pid in listed.stdout.split()]):
             return
         if os.getpid() in pids:
-            raise ClusterRefused(f"can't remove {namespace}: this process runs in it")
+            raise ClusterError(f"can't remove {namespace}: this process runs in it")
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -225,9 +225,7 @@ def _start_time(pid: int) -> int | None:
 def _tool(name: str) -> str:
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}")
     if path is None:
-        raise ClusterRefused(
-            f"`{name}` is not installed: install iproute2 (Debian: apt-get install iproute2)"
-        )
+        raise ClusterError(f"`{name}` is not installed: install iproute2 (Debian: apt-get install iproute2)")
     return path
 
 
@@ -236,7 +234,7 @@ def _run(tool: str, *arguments: str) -> None:
     done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, process_group=0)
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise ClusterRefused(f"`{tool} {' '.join(arguments)}` failed: {reason}")
+        raise ClusterError(f"`{tool} {' '.join(arguments)}` failed: {reason}")
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def measure(plan: Plan, command: str, emit: Emit) -> Results | None:
 
     Raises:
         BenchmarkError: a worker failed.
-        ClusterRefused: no cluster can be built here.
+        ClusterError: no cluster can be built here.
         RuntimeError: under torchrun, another rank has died.
     """
     measurements: list[Measurement] = []

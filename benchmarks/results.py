@@ -283,8 +283,8 @@ def _why_missing(found: Measurement | None, figure: Figure) -> str:
     if found is None:
         return "was not run"
     if found.problem is not None:
-        return f"failed: {found.problem}"
-    return f"has no {figure.metric.value}: the kernel does not report it"
+        return f"{'failed' if found.failed else 'does not support this case'}: {found.problem}"
+    return f"has no measurement of {figure.metric.value}: it can't be counted for this system or kernel"
 
 
 def write_json(results: Results, file: Path) -> None:

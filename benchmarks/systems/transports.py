@@ -96,6 +96,6 @@ FERRY_SYSTEMS = (
 OTHER_SYSTEMS = (
     System(TORCH, "torch's PGTransport", "transport", _open_torch, missing=_numpy_missing),
     System(TORCHFT, "torchft's PGTransport", "transport", _open_torchft, missing=_torchft_missing),
-    # It opens a connection for each transfer, and closes it, so that its bytes can't be counted.
+    # HTTPTransport opens and closes a connection for each transfer, so its bytes can't be counted.
     System(HTTP, "torchft's HTTPTransport", "transport", _open_http, wired=False, missing=_torchft_missing),
 )

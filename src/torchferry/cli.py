@@ -12,7 +12,7 @@ from torchferry import __version__
 
 def main() -> None:
     """Run the command line, the entry point of the console script; always raises SystemExit."""
-    # typer's own help, which it formats with rich, shows `<bool>` after a flag.
+    # rich_markup_mode=None, because the help that typer formats with rich shows `<bool>` after a flag.
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
     app.callback()(_torchferry)
     # Without arguments, print the help and exit with 0. typer's no_args_is_help exits with 2.

@@ -1,9 +1,9 @@
-"""Pickle: leaves that only pickle can encode, and metadata as torch's PGTransport has it.
+"""Pickle: leaves that only pickle can encode, and the pickled metadata that PGTransport's tests use.
 
-No other module imports pickle, and nothing is unpickled unless the caller allows it. The contract of
-PGTransport has pickled metadata, which torchferry accepts but never sends: the whole storage of each tensor
-is one message. `_to_frame` expresses that as a manifest, so that the engine receives such a state with all
-its checks.
+No other module imports pickle, and nothing is unpickled unless the caller allows it. In the format of those
+tests ("the contract"), the metadata is a pickle of the classes below, and the whole storage of each tensor is
+one message. torchferry receives this format but never sends it. `_to_frame` converts such metadata to a
+frame, so that the engine receives the state with all its checks.
 """
 
 import pickle
@@ -40,7 +40,10 @@ class ContractTensorMeta:
 
 @dataclass
 class ContractStateMeta:
-    """A state in the contract: its tree, the path of each leaf, and each leaf."""
+    """A state in the contract: its tree, and path and value of each leaf.
+
+    Despite its name, `non_tensor_leaves` has all leaves: a tensor is a ContractTensorMeta there.
+    """
 
     treespec: Any
     paths: list[Any]
@@ -48,7 +51,7 @@ class ContractStateMeta:
 
 
 def cast_storage(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the storage of a tensor as a flat tensor; Unsendable if a subclass may hold more than that."""
+    """Return the storage of a plain tensor as a flat tensor; raises Unsendable for a subclass."""
     if type(tensor) is not torch.Tensor:
         raise Unsendable(f"only plain tensors can be cast, not {type(tensor)}")
     return torch.tensor(tensor.untyped_storage(), dtype=dtype, device=tensor.device)
@@ -98,7 +101,8 @@ def decode_pickled(data: bytes, *, allow_pickle: bool) -> Frame:
             "with torchferry, or set allow_pickle=True where the sender is trusted"
         )
     try:
-        # If no opcode comes first, loading fails at once. The contract's tests replace `pickle.loads`.
+        # Without allow_pickle, this is reached only if the first byte is no opcode. Then `loads` fails before
+        # it runs anything. It is called because the contract's tests replace it.
         meta = pickle.loads(data)
     except Exception as error:
         raise BadManifest(

@@ -1,8 +1,8 @@
 """Every error that torchferry raises, in one tree.
 
     FerryError                      the root: catch this to catch them all
-    ├── StateError                  the state on this side is the problem
-    │   ├── Unsendable              a leaf can't be sent exactly (raised before anything is sent)
+    ├── StateError                  this side is the problem: its state, or an argument
+    │   ├── Unsendable              the state can't be sent exactly (raised before any of it is sent)
     │   ├── StateChanged            the state changed while it was being sent
     │   ├── StateMismatch           the incoming state does not fit the local one (nothing was overwritten)
     │   ├── TargetTorn              a failure left the local state partly overwritten
@@ -11,7 +11,7 @@
     │   └── BadArgument             a rank, timeout or device is invalid       (also ValueError)
     ├── PeerError                   what the peer sent is the problem
     │   ├── BadManifest             the metadata is malformed, or of another version
-    │   ├── PickleRefused           the metadata or a leaf could run code
+    │   ├── PickleRefused           the metadata or a leaf is a pickle, and pickle is not allowed
     │   ├── UnknownType             a type is not registered in this process, or can't be built
     │   ├── StepMismatch            the peer's state belongs to another step
     │   └── PeerGaveUp              the sender, or a receiver that forwards, aborted the transfer
@@ -21,7 +21,7 @@
         │   └── LinkStalled         no message completed for stall_timeout
         ├── Corrupted               the received bytes differ from the sent bytes
         ├── GroupBroken             an earlier transfer failed on this group   (also ConnectionError)
-        └── SendFailed              some of several receivers did not get the state
+        └── SendFailed              sending to at least one of several receivers failed
             ├── SendLate            … because the deadline passed for one      (also TimeoutError)
             └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
@@ -58,7 +58,7 @@ class FerryError(Exception):
     def with_context(
         self, *, peer: int | None = None, path: str | None = None, phase: str | None = None, more: str = ""
     ) -> Self:
-        """Return this error with the context that it lacks, and `more` behind `what`."""
+        """Return this error with the context that it lacks, and `more` appended to `what`."""
         context = {"peer": peer, "path": path, "phase": phase}
         lacking = {name: value for name, value in context.items() if getattr(self, name) is None}
         return self._copy(what=self.what + more, **lacking)
@@ -77,11 +77,11 @@ class FerryError(Exception):
 
 
 class StateError(FerryError):
-    """The state on this side can't be sent, or can't be written."""
+    """The local state can't be sent or written, or an argument is invalid."""
 
 
 class Unsendable(StateError):
-    """A leaf, key or container can't be sent exactly. Nothing was sent."""
+    """The state, or something in it, can't be sent exactly. None of it was sent."""
 
 
 class StateChanged(StateError):
@@ -206,7 +206,7 @@ class StepMismatch(PeerError):
 class PeerGaveUp(PeerError):
     """The sender, or a receiver that forwards the state, aborted the transfer.
 
-    `failed_rank` is the rank that caused the abort, if known. It may differ from `peer`, which reported it.
+    `failed_rank` is the rank that caused the abort, if known; `peer` is the rank that reported it.
     """
 
     def __init__(self, what: str, *, failed_rank: int | None = None, peer: int | None = None) -> None:
@@ -219,7 +219,7 @@ class LinkError(FerryError):
 
 
 class LinkBroken(LinkError, ConnectionError):
-    """The connection is gone; the group must be created again."""
+    """The connection is gone: create a new group."""
 
 
 class LinkTimeout(LinkError, TimeoutError):
@@ -244,13 +244,14 @@ class Corrupted(LinkError):
 
 
 class GroupBroken(LinkError, ConnectionError):
-    """An earlier transfer failed on this process group, so its messages may still arrive."""
+    """An earlier transfer failed on this process group, so messages of that transfer may still arrive."""
 
 
 class SendFailed(LinkError):
-    """Some receivers did not get the state.
+    """Sending to at least one of several receivers failed.
 
-    `delivered` lists the ranks whose send completed; `failed` maps the other ranks to errors.
+    `delivered` lists the ranks whose send completed, which they do not acknowledge; `failed` maps the other
+    ranks to errors.
     """
 
     def __init__(self, delivered: Sequence[int], failed: Mapping[int, FerryError]) -> None:
@@ -258,7 +259,7 @@ class SendFailed(LinkError):
         ranks = "ranks" if len(self.failed) > 1 else "rank"
         missed, reached = ", ".join(map(str, self.failed)), ", ".join(map(str, self.delivered)) or "none"
         lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
-        what = f"the state did not reach {ranks} {missed} (it reached: {reached}):\n  " + "\n  ".join(lines)
+        what = f"sending to {ranks} {missed} failed (completed: {reached}):\n  " + "\n  ".join(lines)
         super().__init__(what, phase="send tensors")
 
 
@@ -267,7 +268,7 @@ class SendLate(SendFailed, TimeoutError):
 
 
 class SendBroken(SendFailed, ConnectionError):
-    """The connection to a receiver was lost, and no deadline passed for another."""
+    """The connection to a receiver was lost, and no send timed out."""
 
 
 def _listed(paths: Sequence[str], limit: int = 10) -> str:

@@ -19,7 +19,7 @@ from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
 from torchferry.tensors.kinds import RebuildContext
 
-# The names of torch's PGTransport, which the contract's tests import.
+# Names that torch's PGTransport has, and that the tests written for it import.
 _StateDictMeta = compat.ContractStateMeta
 _TensorMeta = compat.ContractTensorMeta
 _cast_tensor = compat.cast_storage
@@ -36,7 +36,7 @@ class PGTransport:
 
     Args:
         pg: a ProcessGroup, or an object with its `send`, `recv` and `rank`.
-        timeout: the deadline of a whole transfer; a timedelta, or seconds.
+        timeout: the time limit of a whole transfer; a timedelta, or seconds.
         device: the device that the group's backend works on; a torch.device or its name.
         state_dict: a function that returns the local state. If given, every receive calls it and writes into
             its tensors, and the received state holds those tensors. Values that are not tensors (a step
@@ -44,17 +44,17 @@ class PGTransport:
             tensors are fresh and on the CPU.
         strict: with `state_dict`, whether both sides must have the same paths. If False, paths that only the
             local state has keep their values, and paths that only the peer has are dropped, unless `extra`
-            says otherwise. `last_report` and one WARNING list them. If the states have no path in common, the
-            receive raises StateMismatch.
+            says otherwise. `last_report` lists them, and one WARNING names the first few. If the states have
+            no path in common, the receive raises StateMismatch.
         extra: with `state_dict`, what to do with paths that only the peer has: "error" (the default if
             `strict`), "drop" (the default if not), or "fresh": they are in the returned state as fresh
             tensors on the CPU. Use "fresh" for a new worker whose optimizer has no moments yet, and load the
             state that `recv_checkpoint` returns.
-        stall_timeout: give up a peer when no message to or from it completes for this long; None for never. A
-            receiver counts from the sender's first message.
+        stall_timeout: give up on a peer when no message to or from it completes for this long; None for
+            never. A receiver counts from the sender's first message.
         verify: check every received byte against a digest of what the sender read. If it is off on the
             sender, receivers have nothing to check. If it is off on a receiver, that receiver does not check.
-        allow_pickle: send values that torchferry can't encode as pickles; needed on both sides. A pickle can
+        allow_pickle: pickle values that torchferry can't encode; needed on both sides. A pickle can
             run any code, so use it only between peers that trust each other.
         mesh: the DeviceMesh of fresh DTensors. It must have the shape of the sender's mesh, or a slice with
             the same names and shape, and this rank must have the shard's coordinates in it.
@@ -96,7 +96,7 @@ class PGTransport:
         choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
         _require(extra in (None, *get_args(Extra)), "extra", f"one of {choices}", extra)
         is_count = _is_int(max_metadata_bytes) and max_metadata_bytes > 0
-        _require(is_count, "max_metadata_bytes", "a number of bytes", max_metadata_bytes)
+        _require(is_count, "max_metadata_bytes", "a positive number of bytes", max_metadata_bytes)
         timeout_s = _seconds(timeout, "timeout")
         stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
         self.last_report: Report | None = None
@@ -131,7 +131,7 @@ class PGTransport:
         The state must not change until this returns. `step` is sent along, for receivers that ask for one.
 
         Each call matches one `recv_checkpoint` on each receiver. If the call raises Unsendable, the matching
-        receive raises PeerGaveUp with the reason. A receiver that passes `step` ignores refusals of other
+        receive raises PeerGaveUp with the reason. A receiver that passes `step` ignores refusals for other
         steps.
 
         Raises:
@@ -140,7 +140,7 @@ class PGTransport:
             StateChanged: the state changed meanwhile; receivers reject inconsistent data.
             LinkTimeout: it took longer than the timeout (also a TimeoutError).
             LinkBroken: the receiver is gone (also a ConnectionError).
-            SendFailed: one of these for some of several receivers; lists the ranks whose send completed.
+            SendFailed: there are several receivers, and one or more failed; lists the sends that completed.
             StateError: memory of the state was freed meanwhile.
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """

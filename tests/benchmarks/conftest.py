@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.hosts import ClusterRefused, cluster
+from benchmarks.hosts import ClusterError, cluster
 
 
 @pytest.fixture(scope="session")
@@ -13,5 +13,5 @@ def cluster_rights() -> None:
     try:
         with cluster(1):
             pass
-    except ClusterRefused as refusal:
+    except ClusterError as refusal:
         pytest.skip(str(refusal))

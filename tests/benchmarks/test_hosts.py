@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hosts
-from benchmarks.hosts import ClusterRefused, Host, cluster, namespaces, remove_leftovers
+from benchmarks.hosts import ClusterError, Host, cluster, namespaces, remove_leftovers
 from tests.benchmarks.samples import environment
 
 MIB = 2**20
@@ -229,7 +229,7 @@ class TestAClusterIsRefused:
             "import os\nfrom benchmarks import hosts\n"
             f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
             "try:\n    with hosts.cluster(2): print('built')\n"
-            "except hosts.ClusterRefused as refusal: print(refusal)"
+            "except hosts.ClusterError as refusal: print(refusal)"
         )
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60
@@ -245,7 +245,7 @@ class TestAClusterIsRefused:
         monkeypatch.setattr(hosts, "_SYSTEM_PATHS", str(tmp_path))
         monkeypatch.setattr(hosts, "_CAPABILITIES", {})
         with (
-            pytest.raises(ClusterRefused, match=f"`{tool}` is not installed.* apt-get install iproute2"),
+            pytest.raises(ClusterError, match=f"`{tool}` is not installed.* apt-get install iproute2"),
             cluster(2),
         ):
             pass
@@ -256,5 +256,5 @@ class TestAClusterIsRefused:
         tc.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 2\n")
         tc.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        with pytest.raises(ClusterRefused, match=r"qdisc kind is unknown.*modprobe sch_tbf"), cluster(2):
+        with pytest.raises(ClusterError, match=r"qdisc kind is unknown.*modprobe sch_tbf"), cluster(2):
             pass

@@ -14,7 +14,7 @@ FAULTS = {
     "kill": "SIGKILL",
     "os_exit": "`os._exit`",
     "sys_exit": "`sys.exit` in a signal handler",
-    "raise": "an exception in a callback",
+    "raise": "an exception inside the transfer",
     "stop": "SIGSTOP",
     "pause": "SIGSTOP, then SIGCONT in time",
     "cut": "SIGKILL in the middle of a message",

@@ -28,14 +28,15 @@ These rules hold for every transfer:
 - If the process of a peer ends while this process waits for it, the call raises a `ConnectionError` within
   1 s, between messages or in the middle of one. Once `send_checkpoint` has returned, the sender's process may
   exit: the receiver still completes.
-- Both errors name the peer and the phase. Once tensors are being transferred, they also name the path, the
-  bytes done and the bytes in total.
-- Only `TargetTorn`, with its subclasses `TornAndLate` and `TornAndBroken`, means that local tensors were
-  changed. It lists the paths that are whole, torn and untouched; the tests compare the lists with the
-  tensors. Once the error is raised, no more bytes are written.
+- The `TimeoutError` and the `ConnectionError` name the peer and the phase. Once tensors are being
+  transferred, they also name the path, the bytes done and the bytes in total.
+- If local tensors were changed, the error is `TargetTorn` or one of its subclasses, `TornAndLate` and
+  `TornAndBroken`. It lists the paths that are whole, torn and untouched; the tests compare the lists with the
+  tensors. After Ctrl-C, a note on the `KeyboardInterrupt` says the same. Once the error is raised, no more
+  bytes are written.
 - If a transfer fails while messages are still pending, the next call on its group raises `GroupBroken`:
-  create a new group of the surviving ranks. If the sender or a receiver rejects the state, or if received
-  bytes are damaged, the group stays usable.
+  create a new group of the surviving ranks. If the sender refuses to send its state, if a receiver rejects
+  it, or if bytes of tensors arrive damaged, the group stays usable. Damaged metadata breaks the group.
 - If a peer ends in the middle of a message, gloo may block a thread that can't be interrupted. It ends at the
   transfer's deadline. No other thread is left.
 - If a backend other than gloo can't detect that a peer is gone, the deadline still applies.
@@ -54,7 +55,7 @@ def _matrix() -> Iterator[str]:
         'message is posted,\nwhen all earlier messages are complete. "Before metadata" is before the length '
         'of the metadata, "in metadata" is\nbetween the length and the metadata, and "after the last '
         'message" is before the digests. Faults "in the middle of a\nmessage" and "after the call '
-        'returned" are exceptions. The survivor is the process at the other end.\n'
+        'returned" happen at other points. The survivor is the process at the other end.\n'
     )
     count = len(cases.PAIRS)
     yield from _faults(

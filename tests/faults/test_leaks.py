@@ -152,7 +152,10 @@ def leak_on_purpose(rank: int) -> set[str]:
     return detected
 
 
-@promises("the test leaks one resource of each kind", "the measurements of the following tests detect each")
+@promises(
+    "self-test: one resource of each kind is leaked on purpose",
+    "the leak checks of the next rows detect each",
+)
 def test_the_measurements_detect_leaks(trio: Cluster) -> None:
     detected = trio.run_each([(leak_on_purpose, ()), None, None])[0]
     assert detected == {"threads", "descriptors", "sockets", "allocated", "rss"}
@@ -177,7 +180,7 @@ def test_many_transfers_leak_nothing(trio: Cluster) -> None:
 
 
 @promises(
-    "200 transfers that the receiver rejects: mismatch, wrong step, its callback raises",
+    "200 transfers that the receiver rejects: mismatch, wrong step, its `state_dict` function raises",
     "threads, sockets, descriptors and memory do not grow, on both sides",
 )
 def test_rejected_transfers_leak_nothing(trio: Cluster) -> None:

@@ -137,7 +137,7 @@ def join_and_stay_silent(rank: int, role: Role) -> None:
 
 
 @promises(
-    "the peer never calls; `timeout` is 1 s, the group's is 30 s",
+    "the peer never calls `send_checkpoint` or `recv_checkpoint`; `timeout` is 1 s, the group's is 30 s",
     "`LinkTimeout` after 1 s, + 0.5 s at most; then `GroupBroken`, which asks for a new group",
     rows=(2, 23),
 )
@@ -199,7 +199,7 @@ def test_slow_messages_do_not_extend_the_deadline(slow: str, trio: Cluster) -> N
 
 @promises(
     "no message completes for `stall_timeout`, long before `timeout`",
-    "`LinkStalled` (a receiver in place raises `TornAndLate`, caused by it), + 0.5 s at most",
+    "`LinkStalled` after `stall_timeout`, + 0.5 s at most; in place, `TornAndLate` caused by `LinkStalled`",
 )
 @pytest.mark.parametrize("stopped", ["sender", "receiver"])
 def test_a_stall_raises_an_error_before_the_deadline(stopped: str, trio: Cluster, tmp_path: Path) -> None:
@@ -525,7 +525,8 @@ def receive_an_abort_and_then_a_state(
 @promises(
     "the state has a leaf that can't be sent",
     "the sender raises `Unsendable`, which names the path; every receiver raises `PeerGaveUp` with the "
-    "reason, within 1 s or as soon as it calls; the group stays usable, and a corrected state arrives on it",
+    "reason, within 1 s or as soon as it calls `recv_checkpoint`; the group stays usable, and a corrected "
+    "state arrives on it",
     rows=(7,),
 )
 @pytest.mark.parametrize("late_s", [0.0, 1.0], ids=["receivers_wait", "receivers_are_late"])
@@ -568,7 +569,7 @@ dist.destroy_process_group()
 
 
 @promises(
-    "the sender rejects its state three times, no rank receives, and both processes end",
+    "the sender refuses to send its state three times, no rank receives, and both processes end",
     "`Unsendable` each time; the group stays usable, and both processes exit with code 0",
 )
 def test_a_process_exits_after_an_abort_that_no_receiver_read() -> None:
@@ -600,7 +601,7 @@ def reject_and_exit(rank: int, role: Role) -> None:
 
 
 @promises(
-    "the sender rejects its state and its process ends",
+    "the sender refuses to send its state, and its process ends",
     "the receiver still raises `PeerGaveUp` with the reason, within 1 s",
 )
 def test_a_sender_that_rejects_its_state_and_exits_has_aborted_its_receiver(doomed: Cluster) -> None:
@@ -810,7 +811,7 @@ def transfer_in_threads(rank: int, role: Role, rounds: int, how: str) -> list[st
 
 
 @promises(
-    "two transfers at once between the same ranks, in two threads, each with its own transport: alone, with "
+    "two transfers at once between the same ranks, in two threads, each with its own transport; alone, with "
     "the user's own messages, on a wrapped group",
     "each state arrives exactly; no message is mistaken for another",
     rows=(24,),
@@ -890,7 +891,7 @@ def wait_for_ctrl_c(rank: int, role: Role, timestamp_file: str) -> tuple[str, fl
 
 @promises(
     "Ctrl-C while waiting for a silent peer",
-    "`KeyboardInterrupt` within 1 s; the next call raises `GroupBroken`, and no lane is left",
+    "`KeyboardInterrupt` within 1 s; the next call raises `GroupBroken`, and no thread of the transfer runs",
 )
 @pytest.mark.parametrize("direction", ["send", "receive"])
 def test_ctrl_c_ends_a_wait_for_a_silent_peer(direction: str, trio: Cluster, tmp_path: Path) -> None:

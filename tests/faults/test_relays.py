@@ -129,7 +129,7 @@ def test_a_state_arrives_at_every_receiver_of_a_chain(quartet: Cluster) -> None:
 
 
 @promises(
-    "one of these receivers dies half-way",
+    "with `relay=True`, a receiver dies half-way",
     "the receivers before it have the exact state, and the report of its predecessor says that the state was "
     "not forwarded; the receivers after it raise `TargetTorn` within 1 s, which names the dead rank",
 )
@@ -181,7 +181,7 @@ def receive_late(rank: int, name: str, folder: str) -> str | None:
 
 
 @promises(
-    "one of these receivers is dead, and a later one calls only after its predecessor has failed",
+    "with `relay=True`, a receiver is dead, and a later one calls only after its predecessor has failed",
     "its error names the predecessor, and the ranks that it depends on, among them the dead rank",
 )
 def test_the_error_of_a_late_receiver_lists_the_ranks_that_may_have_failed(
@@ -197,7 +197,7 @@ def test_the_error_of_a_late_receiver_lists_the_ranks_that_may_have_failed(
 
 
 @promises(
-    "one of these receivers rejects the state",
+    "with `relay=True`, a receiver rejects the state",
     "it still forwards: the others have the exact state, and the sender finishes",
 )
 def test_a_relay_that_rejects_the_state_still_forwards(quartet: Cluster) -> None:
@@ -208,7 +208,7 @@ def test_a_relay_that_rejects_the_state_still_forwards(quartet: Cluster) -> None
     assert all(one.next_error is None for one in results)
 
 
-@promises("the sender dies half-way", "each of these receivers raises within 1 s")
+@promises("with `relay=True`, the sender dies half-way", "every receiver raises an error within 1 s")
 def test_every_receiver_of_a_chain_raises_when_the_sender_dies(quartet: Cluster, tmp_path: Path) -> None:
     name = unique_name()
     # Position 18: the length, the frame and some messages are complete.

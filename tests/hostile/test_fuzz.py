@@ -20,8 +20,8 @@ from tests.hostile.mutations import Mutator, corpus
 from tests.hostile.test_attacks import decode_any, plan, process_metadata
 from tests.support.sizes import count
 from torchferry.core.compare import compare, tensor_pairs
+from torchferry.core.destinations import place_in_local_state
 from torchferry.core.extents import Extent
-from torchferry.core.placement import place_in_local_state
 from torchferry.errors import FerryError, StateMismatch
 from torchferry.tensors import registry
 from torchferry.tensors.assemble import assemble_fresh, choose_result_tree, misfits, prepare

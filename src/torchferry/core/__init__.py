@@ -1,5 +1,5 @@
-"""The pure part: descriptions of a state, their encoding, and the plan that follows from them.
+"""Pure Python: descriptions of a state and their encoding, plans, comparison, and the protocols.
 
-No torch, no clock, no randomness, no threads, no logging, no input or output. Everything here is a
-function of its arguments, which is what lets the tests run it by the thousand.
+No torch, clock, randomness, threads, logging or I/O. The same input always gives the same result, so the
+tests can run many thousands of cases.
 """

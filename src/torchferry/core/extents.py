@@ -20,7 +20,7 @@ from msgspec import Struct
 from torchferry.core.manifest import TensorSpec
 
 MAX_RUNS = 1 << 20
-"""The limit for irregular patterns, which are listed run by run: a second for a million runs."""
+"""The limit for irregular patterns, which are listed run by run. A million runs take about a second."""
 
 ITEM_BYTES = 16
 """The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes splits no item."""
@@ -45,7 +45,7 @@ class Budget(Struct):
         """Deduct runs before they are listed; raises TooIrregular if fewer are left."""
         self.left -= runs
         if self.left < 0:
-            raise TooIrregular(f"more than {MAX_RUNS} runs")
+            raise TooIrregular(f"more than {MAX_RUNS:,} byte ranges")
 
 
 class Extent(Struct, frozen=True, gc=False):
@@ -73,7 +73,7 @@ class Pattern(Struct, frozen=True, gc=False):
     """The bytes that a tensor uses: a run of `run_bytes` at its first item, repeated.
 
     `span_bytes` is the distance from the start of the first item to the end of the last; 0 without items.
-    If it is not `regular`, the runs may overlap, or one lies between the repetitions of another.
+    If the pattern is not `regular`, its runs may overlap or interleave.
     """
 
     span_bytes: int
@@ -195,16 +195,16 @@ def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
         return extents
     storage = extents[0].storage
     runs = _merge_runs([(e.offset, e.end) for e in extents if not e.repeats])
-    patterns = [e for e in extents if e.repeats and not _is_inside(e, runs)]
-    if not patterns:
+    repeated = [e for e in extents if e.repeats and not _is_inside(e, runs)]
+    if not repeated:
         return [Extent(storage, start, end - start) for start, end in runs]
-    repeats = patterns[0].repeats
-    if not runs and all(e.repeats == repeats for e in patterns):
+    repeats = repeated[0].repeats
+    if not runs and all(e.repeats == repeats for e in repeated):
         # Columns of one matrix: it is enough to merge the columns of one row.
-        columns = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in patterns])
+        columns = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in repeated])
         if is_nested(columns[-1][1] - columns[0][0], repeats):
             return [Extent(storage, start, end - start, repeats) for start, end in columns]
-    for e in patterns:
+    for e in repeated:
         runs += _list_runs(e, budget)
     return _find_extents(storage, _merge_runs(runs, touching=True))
 
@@ -227,7 +227,7 @@ def _merge_runs(runs: list[Run], *, touching: bool = False) -> list[Run]:
 
 
 def _list_runs(extent: Extent, budget: Budget) -> list[Run]:
-    """List the runs of an extent, which may overlap themselves."""
+    """List the runs of an extent in address order. Runs that overlap or touch are merged."""
     runs = [(extent.offset, extent.offset + extent.run_bytes)]
     for count, step in reversed(extent.repeats):
         budget.spend(len(runs) * count)
@@ -254,20 +254,20 @@ def _find_extents(storage: int, runs: Sequence[Run]) -> list[Extent]:
 def memory_order(spec: TensorSpec) -> list[int] | None:
     """Return the dimensions that step through memory, widest stride first.
 
-    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. If the
-    tensor overlaps itself in any other way, no such order exists, and the result is None.
+    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. The
+    result is None if no such order exists, because other dimensions overlap or interleave.
     """
     dims = [d for d, count in enumerate(spec.shape) if count > 1 and spec.stride[d] > 0]
     dims.sort(key=lambda d: spec.stride[d], reverse=True)
     return dims if is_nested(1, [(spec.shape[d], spec.stride[d]) for d in dims]) else None
 
 
-def is_nested(run: int, repeats: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a run of this length can be repeated like this without overlapping itself."""
+def is_nested(length: int, repeats: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a run of this length can be repeated like this without overlapping or interleaving."""
     for count, step in reversed(repeats):
-        if step < run:
+        if step < length:
             return False
-        run += (count - 1) * step
+        length += (count - 1) * step
     return True
 
 

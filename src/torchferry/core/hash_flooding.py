@@ -20,11 +20,11 @@ _SET_NEIGHBOURS = 9
 
 
 def is_hash_flood(
-    keys: Sequence[Hashable], secretly_hashed: frozenset[type] = frozenset({str, bytes})
+    keys: Sequence[Hashable], randomly_hashed: frozenset[type] = frozenset({str, bytes})
 ) -> bool:
     """Return whether a dict of these keys, inserted in this order, or a set of that dict would be slow.
 
-    `secretly_hashed` are the types whose hashes a peer cannot predict. Raises TypeError for unhashable keys.
+    `randomly_hashed` are the types whose hashes a peer cannot predict. Raises TypeError for unhashable keys.
 
     >>> is_hash_flood(range(100_000)), is_hash_flood([number << 40 for number in range(10_000)])
     (False, False)
@@ -32,7 +32,7 @@ def is_hash_flood(
     True
     """
     count = len(keys)
-    if count <= _MIN_KEYS or secretly_hashed.issuperset(map(type, keys)):
+    if count <= _MIN_KEYS or randomly_hashed.issuperset(map(type, keys)):
         return False
     bits = _MIN_KEYS.bit_length()
     # A dict grows when it is two thirds full.

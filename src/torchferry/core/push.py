@@ -1,9 +1,10 @@
 """The push protocol: the states of both ends, and the bytes around the payload.
 
-A sender sends the length of a frame, the frame (`codec`), and then the messages of the plan (`plan`), in
-order. If the state is small, the frame has the digests of all chunks. Otherwise digest blocks follow the
-messages, so that sending begins before the state is hashed. A sender or a forwarding receiver that fails
-sends an abort instead of the next message. `docs/protocol.md` has the protocol on one page.
+A sender sends the length of a frame, the frame (`codec`), and then the chunks of the plan (`plan`), in
+order. If the state is small, the frame has the digests of all chunks. Otherwise digest blocks are sent
+between the chunks, so that sending begins before the whole state is hashed. Without verification there are no
+digests. A sender or a forwarding receiver that fails sends an abort instead of the next message.
+`docs/protocol.md` has the protocol on one page.
 """
 
 import struct
@@ -32,7 +33,8 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
-    """The state of a receiver. `phase` is its name in reports and errors; then come the states that follow.
+    """The state of a receiver. Its fields are a label, `messages_pending`, `phase` (its name
+    in reports and errors), and the labels of the states that may follow it.
 
     With `messages_pending`, messages may still arrive: if the receiver fails, the group can't be used again.
     """
@@ -40,7 +42,7 @@ class ReceiverState(Enum):
     # The local state is described while the sender describes its own.
     DESCRIBING = "describing", False, "describe", "waiting"
     WAITING = "waiting", True, "wait", "frame"  # for the length of a frame
-    # The frame arrives and is decoded. A refusal of another step is skipped, and the receiver waits again.
+    # The frame arrives and is decoded. A refusal for another step is skipped, and the receiver waits again.
     FRAME = "frame", True, "receive metadata", "comparing", "rejected", "waiting"
     COMPARING = "comparing", True, "compare", "receiving", "draining"  # the incoming state with the local one
     DRAINING = "draining", True, "compare", "rejected"  # the rejected state is received and dropped
@@ -133,7 +135,7 @@ class DigestBlock(Struct, frozen=True, gc=False):
 
     first: int
     end: int
-    last: bool
+    is_last: bool
 
     @property
     def nbytes(self) -> int:

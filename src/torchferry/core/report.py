@@ -7,16 +7,17 @@ from dataclasses import dataclass
 class Report:
     """Bytes, messages and seconds of one transfer, as this side saw it.
 
-    `payload_bytes` and `messages` count one copy of the state, however many peers it went to. `phases_s` has
-    the seconds of each phase; in the phase "wait" a receiver waits for its sender to begin. `step` is the
-    step that the sender gave, or None.
+    `payload_bytes` and `messages` count one copy of the state, however many peers it went to; `messages` are
+    its chunks, without frames and digest blocks. `phases_s` has the seconds of each phase; in the phase
+    "wait" a receiver waits for its sender to begin. `step` is the step that the sender gave, or None.
 
     After a receive in place, `dropped` and `fresh` list the paths that only the peer has: `dropped` if they
-    were left out, `fresh` if they arrived as fresh tensors. `kept` lists the paths that only the local state
+    were left out, `fresh` if they are in the returned state. `kept` lists the paths that only the local state
     has, which did not change.
 
-    If receivers forward the state, `forwarded_by` is the rank that this process got it from, `forwarded_to`
-    the rank that it was to forward it to, and `not_forwarded` says why that failed.
+    If receivers forward the state, `forwarded_by` is the receiver that forwarded it to this process (None if
+    it came from the sender), and `forwarded_to` the receiver that this process forwards it to. If that
+    failed, `not_forwarded` is the reason.
     """
 
     peers: tuple[int, ...]
@@ -49,8 +50,8 @@ class Report:
             peers += f" through rank {self.forwarded_by}"
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         step = "" if self.step is None else f" (step {self.step})"
-        gaps = {"dropped": self.dropped, "fresh": self.fresh, "kept": self.kept}
-        listed = "".join(f"; {len(paths)} paths {name}" for name, paths in gaps.items() if paths)
+        unmatched = {"dropped": self.dropped, "fresh": self.fresh, "kept": self.kept}
+        listed = "".join(f"; {len(paths)} paths {name}" for name, paths in unmatched.items() if paths)
         return (
             f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}{step}, "
             f"{self.seconds:.3f} s ({phases}){listed}"

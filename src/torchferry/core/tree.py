@@ -1,4 +1,4 @@
-"""Walks a manifest's tree, without recursion.
+"""Walks, rebuilds and merges the trees of manifests, without recursion, and formats paths.
 
 A path is the tuple of keys from the root. Paths are equal only if their keys are equal: `{"a.b": x}` and
 `{"a": {"b": x}}` have different paths, although both are shown as `a.b`.
@@ -14,10 +14,10 @@ from torchferry.core.manifest import Branch, Manifest, Special, Value
 from torchferry.core.text import MAX_CHARACTERS, show
 
 MAX_DEPTH = 256
-"""No state dict is as deep, and a cycle would have no end."""
+"""The deepest nesting. Real states are far less deep, and a cycle would have no end."""
 
 MAX_PATH_BYTES = 1 << 29
-"""The limit for all paths of a tree together. A long key is in many paths, but only once in a frame."""
+"""The limit for all paths of a tree together. A key is in every path below it, but only once in a frame."""
 
 Path = tuple[Value, ...]
 
@@ -47,13 +47,13 @@ def _walk(manifest: Manifest) -> Iterator[tuple[Path, int]]:
 
 
 def _items(branch: Branch) -> list[tuple[Value, int]]:
-    """Return the children of a branch with their keys; without keys, with their positions."""
+    """Return (key, child) for each child of a branch. Without keys, the key is the position."""
     keys = range(len(branch.children)) if branch.keys is None else branch.keys
     return list(zip(keys, branch.children, strict=True))
 
 
 def path_bytes(branch: Branch) -> list[int]:
-    """Return how many bytes the key of each child adds to a path."""
+    """Estimate how many bytes the key of each child adds to a path."""
     if branch.keys is None:
         return [8] * len(branch.children)
     return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
@@ -77,7 +77,7 @@ def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -
     """Build the tree with `values`, one for each occurrence, in order."""
     remaining = list(values)
     built: list[object] = []
-    # Backwards: when a branch is reached, its children are the last ones built, the first child at the end.
+    # Backwards, children come before their branch: they are the last entries of `built`, the first one last.
     for _, child in reversed(list(_walk(manifest))):
         if child >= 0:
             built.append(remaining.pop())
@@ -89,7 +89,8 @@ def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -
 def merge(local: Manifest, incoming: Manifest) -> Manifest:
     """Merge two trees. Where both have a container, the merged one has the local type and the keys of both.
 
-    Leaves keep their local numbers. A leaf that only the incoming tree has gets number 0.
+    Leaves keep their local numbers. A leaf that only the incoming tree has gets the placeholder 0, which
+    `rebuild_places` does not read.
     """
     # Pair n is the local and the incoming child that are merged to branch n. One of them may be None.
     pairs: list[tuple[int | None, int | None]] = []
@@ -111,7 +112,7 @@ def merge(local: Manifest, incoming: Manifest) -> Manifest:
         their_children = dict(_items(containers[-1])) if theirs is not None else {}
         keys = tuple(our_children | their_children)
         children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
-        # A list only has the keys 0 to n. For others, the incoming container is used instead of a local list.
+        # A list only has the keys 0 to n - 1. For other keys, the incoming container replaces a local list.
         fits_list = keys == tuple(range(len(keys)))
         chosen = containers[0] if fits_list or containers[0].keys is not None else containers[-1]
         branches.append(Branch(chosen.kind, children, None if chosen.keys is None else keys, chosen.extra))

@@ -17,7 +17,7 @@ from torchferry.errors import BadManifest
 
 _MAX_TENSOR_BYTES = 2**63 - 1
 _ITEM_SIZES = frozenset({1, 2, 4, 8, 16})
-_SECRETLY_HASHED = frozenset({str, Special})
+_RANDOMLY_HASHED = frozenset({str, Special})
 
 _MANY_TENSORS = 2048
 """Fewer tensors are fast to look up in a table, even if their hashes collide."""
@@ -97,7 +97,7 @@ def _validate_keys(number: int, branch: Branch) -> None:
         return
     if len(keys) != count:
         raise BadManifest(f"branch {number} has {len(keys)} keys for {count} children")
-    if is_hash_flood(keys, _SECRETLY_HASHED):
+    if is_hash_flood(keys, _RANDOMLY_HASHED):
         raise BadManifest(f"branch {number} has {count} keys that were chosen to collide in a hash table")
     if (distinct := len(dict.fromkeys(keys))) != count:
         raise BadManifest(f"branch {number} has {count} keys, of which only {distinct} are different")

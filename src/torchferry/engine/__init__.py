@@ -1,4 +1,4 @@
-"""The push engine: sends a described state over a link, and receives one.
+"""The push engine: sends a state over a link, and receives one.
 
 The engine is the one place where core, tensors and links meet. It has the deadlines, windows and staging.
 """

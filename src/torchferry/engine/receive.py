@@ -53,8 +53,8 @@ _ABORT_S = 0.5
 """How long a receiver that failed tries to send an abort to the next one."""
 
 
-def _refuse_pickle(frame: bytes) -> Frame:
-    raise BadManifest("the peer's metadata is not torchferry's")
+def _refuse_other(frame: bytes) -> Frame:
+    raise BadManifest("the peer's metadata is not in torchferry's format")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ReceiveOptions(TransferOptions):
     strict: bool = True
     extra: Extra | None = None
     context: RebuildContext = field(default_factory=RebuildContext)
-    decode_other: Callable[[bytes], Frame] = _refuse_pickle
+    decode_other: Callable[[bytes], Frame] = _refuse_other
 
 
 def receive_state(
@@ -132,7 +132,7 @@ class _Receive(Transfer[ReceiveOptions]):
             raise explained from explained.__cause__
 
     def _run(self) -> tuple[object, Report]:
-        # Meanwhile the sender describes its own.
+        # The sender describes its state at the same time.
         local = self._describe_local()
         data = self._receive_frame()
         if is_frame(data):
@@ -156,13 +156,13 @@ class _Receive(Transfer[ReceiveOptions]):
             self._enter(ReceiverState.CHECKING)
         finally:
             target.sink.increment_versions()
-        payload.raise_if_damaged(self._peer)
+        payload.raise_if_unusable(self._peer)
         self._enter(ReceiverState.ASSEMBLING)
         # If this fails, it is not known which tensors are complete.
         target.sink.unmark_whole()
         state = target.assemble()
         self._enter(ReceiverState.DONE)
-        _warn_of_gaps(self._peer, target)
+        _warn_of_unmatched(self._peer, target)
         return state, Report(
             (self._peer,),
             plan.payload_bytes,
@@ -179,7 +179,10 @@ class _Receive(Transfer[ReceiveOptions]):
         )
 
     def _describe_local(self) -> Description | Exception | None:
-        """Describe the local state, if there is one. An error is raised when messages can be drained."""
+        """Describe the local state, if there is one.
+
+        An error is returned. `_compare` raises it, when the sender's messages can be drained.
+        """
         if self._options.local_state is None:
             return None
         try:
@@ -188,7 +191,7 @@ class _Receive(Transfer[ReceiveOptions]):
             return error
 
     def _receive_frame(self) -> bytes:
-        """Receive a frame. A refusal of another step than the requested one is skipped."""
+        """Receive a frame. A refusal for a step that was not requested is skipped."""
         wanted, peer = self._options.step, self._peer
         while True:
             self._enter(ReceiverState.WAITING)
@@ -233,8 +236,8 @@ class _Receive(Transfer[ReceiveOptions]):
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
         if outside or repeated or self._link.rank in others:
             raise BadManifest(
-                f"the route of the payload is invalid: from rank {route.upstream}, through {route.before}, "
-                f"to rank {route.next}"
+                f"the route of the payload is invalid: upstream rank {route.upstream}, ranks before it "
+                f"{list(route.before)}, next rank {route.next}. Each must be another rank of the group"
             )
         return route
 
@@ -285,12 +288,16 @@ class _Receive(Transfer[ReceiveOptions]):
         lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
         receiving.result()
+        # `result` has raised any error of the receiving lane.
         if lanes[-1].error is not None:
             payload.not_forwarded = self._explain_not_forwarded(lanes[-1].error, lanes[-1].progress)
         return payload
 
     def _forwarding(self, relay: Relay, receiving: Lane[None]) -> Lane[None]:
-        """Return the lane that forwards messages. If one of the two lanes fails, the relay is told."""
+        """Return the lane that forwards messages.
+
+        If receiving fails, the relay sends an abort to the next receiver. If forwarding fails, it stops.
+        """
         forwarding = Lane(
             relay.progress, Cancellation(), relay.steps(), lambda _: relay.stop(self._link.rank or 0)
         )
@@ -309,7 +316,10 @@ class _Receive(Transfer[ReceiveOptions]):
         return self._route.upstream if isinstance(error, LinkError) else self._link.rank or 0
 
     def _explain_not_forwarded(self, error: BaseException, progress: Progress) -> str:
-        """Log why the state was not forwarded: the caller has its state, but a rank of the group is lost."""
+        """Mark the group as broken, and log and return why the state was not forwarded.
+
+        The receive itself succeeded, so nothing is raised.
+        """
         if isinstance(error, FerryError):
             error = self._with_progress(error, progress, "forward tensors")
         self._link.mark_broken(error)
@@ -322,7 +332,7 @@ class _Receive(Transfer[ReceiveOptions]):
         sink, phase = self._sink, self._phase
         if isinstance(error, FerryError):
             error = self._with_progress(error, self._progress, phase)
-            error = error.with_context(more=self._suspects(error) if sink is not None else "")
+            error = error.with_context(more=self._upstream_hint(error) if sink is not None else "")
         if sink is None or sink.local is None:
             return error
         if isinstance(error, PeerGaveUp):
@@ -331,12 +341,12 @@ class _Receive(Transfer[ReceiveOptions]):
         if not outcome.torn and not outcome.whole:
             unchanged = "; nothing was overwritten"
             return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
-        kind = TargetTorn
+        error_class = TargetTorn
         if isinstance(error, TimeoutError):
-            kind = TornAndLate
+            error_class = TornAndLate
         elif isinstance(error, ConnectionError):
-            kind = TornAndBroken
-        torn = kind(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
+            error_class = TornAndBroken
+        torn = error_class(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
         if isinstance(error, Exception):
             torn = torn.with_context(peer=self._progress.peer, phase=phase)
             torn.__cause__ = error
@@ -345,15 +355,15 @@ class _Receive(Transfer[ReceiveOptions]):
         error.add_note(torn.what)
         return error
 
-    def _suspects(self, error: FerryError) -> str:
+    def _upstream_hint(self, error: FerryError) -> str:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
-        named = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
-        way = [self._route.upstream, *self._route.before]
-        way += [self._peer] if self._peer not in way else []
-        if named not in way[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
+        failed = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
+        ranks = [self._route.upstream, *self._route.before]
+        ranks += [self._peer] if self._peer not in ranks else []
+        if failed not in ranks[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
             return ""
-        before = ", ".join(f"rank {rank}" for rank in way[way.index(named) + 1 :])
-        return f". Rank {named} gets the state through {before}: if rank {named} is alive, look there"
+        before = ", ".join(f"rank {rank}" for rank in ranks[ranks.index(failed) + 1 :])
+        return f". Rank {failed} gets the state through {before}: if rank {failed} is alive, check them"
 
 
 @dataclass(eq=False)
@@ -367,7 +377,7 @@ class _Payload:
     progress: Progress
     verify: bool
     relay: Relay | None
-    sender_changed: bool = False
+    state_changed: bool = False
     not_forwarded: str | None = None
 
     def __post_init__(self) -> None:
@@ -398,16 +408,16 @@ class _Payload:
             window.add(InFlight(buffer, item, place is not None), pending)
         yield from window.complete_all()
 
-    def _arrived(self, arrived: InFlight) -> None:
-        self._channel.raise_if_aborted(first_bytes(arrived.buffer, ABORT_BYTES))
-        if isinstance(arrived.item, Chunk):
-            self._chunk_arrived(arrived.item, arrived.buffer)
-        elif isinstance(arrived.item, DigestBlock):
-            self._block_arrived(arrived.item, arrived.buffer)
+    def _arrived(self, message: InFlight) -> None:
+        self._channel.raise_if_aborted(first_bytes(message.buffer, ABORT_BYTES))
+        if isinstance(message.item, Chunk):
+            self._chunk_arrived(message.item, message.buffer)
+        elif isinstance(message.item, DigestBlock):
+            self._block_arrived(message.item, message.buffer)
         if self.relay is not None:
-            self.relay.offer(arrived)
-        elif arrived.staged:
-            self.staging.give_back(arrived.buffer)
+            self.relay.offer(message)
+        elif message.staged:
+            self.staging.give_back(message.buffer)
 
     def _chunk_arrived(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         self.progress.add(chunk.nbytes)
@@ -418,7 +428,7 @@ class _Payload:
         if not self.verify:
             self.sink.mark(chunk.number, chunk.number + 1, ChunkState.WHOLE)
         elif self.frame.digests is not None:
-            self.sink.verify(chunk.number, [self.frame.digests[chunk.number]])
+            self.sink.compare_digests(chunk.number, [self.frame.digests[chunk.number]])
 
     def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
         nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))
@@ -426,32 +436,33 @@ class _Payload:
             # The block is damaged, or belongs to another transfer.
             self.sink.mark(block.first, block.end, ChunkState.DAMAGED)
             return
-        self.sender_changed |= changed
+        self.state_changed |= changed
         if self.verify:
-            self.sink.verify(block.first, digests)
+            self.sink.compare_digests(block.first, digests)
 
-    def raise_if_damaged(self, sender: int) -> None:
+    def raise_if_unusable(self, sender: int) -> None:
         """Raise the error of a payload that arrived but can't be used."""
         if self.sink.failure is not None:
             raise self.sink.failure
         if damaged := self.sink.damaged_paths():
             raise Corrupted(damaged, peer=self.progress.peer)
-        if self.sender_changed:
+        if self.state_changed:
             raise PeerGaveUp(
                 "the sender's state changed during the transfer; the received data is inconsistent",
                 peer=sender,
             )
 
 
-def _warn_of_gaps(peer: int, target: Target) -> None:
-    """Log one WARNING if paths were dropped or kept, or training could go on without them unnoticed."""
-    gaps: list[str] = []
+def _warn_of_unmatched(peer: int, target: Target) -> None:
+    """Log one WARNING about dropped and kept paths, so that an incomplete state is noticed."""
+    unmatched: list[str] = []
     for what, paths in (
         ("dropped, which only the sender has", target.dropped),
-        ("left as they were, which only the local state has", target.kept),
+        ("not changed, which only the local state has", target.kept),
     ):
         if paths:
             count = "1 path" if len(paths) == 1 else f"{len(paths)} paths"
-            gaps.append(f"{count} {what}: {', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}")
-    if gaps:
-        logger.warning("received from rank %d in place, with gaps: %s", peer, "; ".join(gaps))
+            unmatched.append(f"{count} {what}: {', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}")
+    if unmatched:
+        found = "; ".join(unmatched)
+        logger.warning("received in place from rank %d, with unmatched paths: %s", peer, found)

@@ -1,4 +1,4 @@
-"""Sending a state: a lane for each peer sends the frame, the messages and the digest blocks."""
+"""Sending a state: a lane for each peer sends the frame, the chunks and the digest blocks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -39,12 +39,15 @@ from torchferry.links.base import Channel, Link, Pending, to_buffer
 from torchferry.tensors.describe import describe
 
 _REFUSAL_S = 0.2
-"""How long a sender sleeps after it posted its refusals: they arrive only while the sender lives."""
+"""The timeout to post a refusal, and how long the sender then sleeps: it must live until they arrive."""
 
 
 @dataclass(frozen=True)
 class SendOptions(TransferOptions):
-    """How to send a state. With `relay`, receivers forward it; `pickle` encodes what torchferry can't."""
+    """How to send a state. With `relay`, receivers forward it; `pickle` encodes what torchferry can't.
+
+    A payload of at most `hash_first_bytes` is hashed before it is sent.
+    """
 
     relay: bool = False
     pickle: Callable[[object], bytes] | None = None
@@ -64,8 +67,8 @@ def send_state(
     Raises:
         Unsendable: something in the state can't be sent. The peers get a refusal, and nothing of the state.
         StateChanged: the state changed meanwhile; receivers reject inconsistent data.
-        LinkError: the only peer could not be reached, or not in time.
-        SendFailed: the same for some of several peers.
+        LinkError: there is one peer, and the send to it failed or timed out.
+        SendFailed: there are several peers, and the send to at least one failed or timed out.
         GroupBroken: an earlier transfer failed on this group.
     """
     link.check_usable()
@@ -81,9 +84,9 @@ class _Send(Transfer[SendOptions]):
     def __init__(self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace) -> None:
         super().__init__("send", link, options, workspace)
         self._peers = peers
-        self._transfer = link.new_transfer()
+        self._transfer_id = link.new_transfer()
         # The routes of the payload, if receivers forward it.
-        self._routes = chain(self._transfer.origin, peers) if options.relay and len(peers) > 1 else {}
+        self._routes = chain(self._transfer_id.origin, peers) if options.relay and len(peers) > 1 else {}
         self._machines = {peer: Machine(SenderState.DESCRIBING) for peer in peers}
 
     def run(self, state: object) -> Report:
@@ -96,7 +99,7 @@ class _Send(Transfer[SendOptions]):
     def _run(self, state: object) -> Report:
         self._enter_phase("describe")
         try:
-            # Every problem of the state is found here, before anything is sent.
+            # Whatever can't be sent is found here, before anything is sent.
             description = describe(state, pickle=self._options.pickle)
             encoded = self._workspace.encode(description.manifest)
             plan = self._plan(encoded)
@@ -143,14 +146,14 @@ class _Send(Transfer[SendOptions]):
             return self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
         except TooIrregular as error:
             raise Unsendable(
-                f"the state has views that overlap too irregularly to be sent without bytes between them "
-                f"({error}): clone() one of them first"
+                f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "
+                "the strided or overlapping views before sending"
             ) from None
         except TooManyChunks as error:
             raise Unsendable(f"{error}: send the state in parts") from None
 
     def _make_frame(self) -> Frame:
-        """Make the frame. A small state is hashed now; of a large one, samples are taken."""
+        """Make the frame. A small state is hashed now; samples of a large one show whether it changed."""
         source, plan, verify = self._source, self._source.plan, self._options.verify
         digest_blocks = verify and plan.payload_bytes > self._options.hash_first_bytes
         if digest_blocks:
@@ -161,12 +164,12 @@ class _Send(Transfer[SendOptions]):
             source.description.manifest,
             plan.chunk_bytes,
             self._options.step,
-            self._transfer.serial,
-            self._transfer.nonce,
+            self._transfer_id.serial,
+            self._transfer_id.nonce,
             digests=tuple(source.digests) if verify and not digest_blocks else None,
             digest_blocks=digest_blocks,
             pack_bytes=plan.pack_bytes,
-            origin=self._transfer.origin,
+            origin=self._transfer_id.origin,
         )
 
     def _encode(self, encoded: EncodedManifest) -> dict[int, bytes]:
@@ -186,7 +189,7 @@ class _Send(Transfer[SendOptions]):
     def _refuse(self, error: BaseException) -> None:
         """Post a refusal with the reason to every peer, so that no receiver waits for its timeout.
 
-        This function does not wait for the sends to complete, because a receiver may call much later. If a
+        This function does not wait for the sends to complete, because a receiver may start much later. If a
         gloo wait times out, gloo closes all connections; if a process exits while a thread waits without a
         timeout, the process aborts. The link keeps the messages until the peer has received a later frame.
         """
@@ -204,12 +207,12 @@ class _Send(Transfer[SendOptions]):
         has_payload = peer not in self._routes or self._routes[peer].upstream == self._frame.origin
         payload_bytes = self._source.plan.payload_bytes if has_payload else 0
         progress = Progress(peer, payload_bytes, contacted=False)
-        # The lanes that send a payload share the windows.
-        lanes = 1 if self._routes else len(self._peers)
+        # The lanes that send a payload divide the window bytes equally.
+        payload_lanes = 1 if self._routes else len(self._peers)
         window = Window(
             partial(self._completed, progress),
-            max(self._options.window_bytes // lanes, 1),
-            max(self._options.in_place_window_bytes // lanes, 2 * self._frame.chunk_bytes),
+            max(self._options.window_bytes // payload_lanes, 1),
+            max(self._options.in_place_window_bytes // payload_lanes, 2 * self._frame.chunk_bytes),
         )
         cancellation = Cancellation()
         payload = self._send_payload(progress, cancellation, window) if has_payload else ()
@@ -229,7 +232,7 @@ class _Send(Transfer[SendOptions]):
         machine.advance(SenderState.SENT)
 
     def _send_payload(self, progress: Progress, cancellation: Cancellation, window: Window) -> Steps[None]:
-        channel = self._link.channel(progress.peer, self._transfer)
+        channel = self._link.channel(progress.peer, self._transfer_id)
         sequence = self._source.plan.sequence(digest_blocks=self._frame.digest_blocks)
         posted = 0
         try:
@@ -238,7 +241,7 @@ class _Send(Transfer[SendOptions]):
                 cancellation.raise_if_cancelled()
                 window.add(message, channel.send(message.buffer))
                 posted += 1
-                # A staged copy can't change any more, and is still in the cache.
+                # Hash a staged copy now: it can't change any more, and is still in the CPU's cache.
                 if message.staged:
                     self._hash(message)
         except Exception as error:
@@ -263,22 +266,22 @@ class _Send(Transfer[SendOptions]):
             in_place = not source.must_stage(item)
             yield from window.make_room(item.nbytes, in_place=in_place)
             return InFlight(source.read(item), item, in_place)
-        while window and (item.last or NOT_HASHED in source.digests[item.first : item.end]):
+        while window and (item.is_last or NOT_HASHED in source.digests[item.first : item.end]):
             yield from window.complete_oldest()
-        changed = item.last and source.find_changes()
+        changed = item.is_last and source.find_changes()
         digests = source.digests[item.first : item.end]
         block = encode_block(item, digests, self._frame.nonce, changed=changed)
         return InFlight(to_buffer(block, self._link.device), item)
 
     def _completed(self, progress: Progress, sent: InFlight) -> None:
-        if sent.item is None:
+        if sent.item is None:  # the frame
             progress.contacted = True
             self._link.release(progress.peer)
         elif isinstance(sent.item, Chunk):
-            # A message that was sent from the state's own memory is hashed while the link sends the next.
+            # A chunk sent in place is hashed now, while the link sends the next. A staged one already is.
             self._hash(sent)
             progress.add(sent.item.nbytes)
-            self._source.done_with(sent.item, sent.buffer)
+            self._source.release(sent.item, sent.buffer)
 
     def _hash(self, message: InFlight) -> None:
         if self._frame.digest_blocks and isinstance(message.item, Chunk):
@@ -297,8 +300,8 @@ class _Send(Transfer[SendOptions]):
         self._link.mark_broken(first)
         aborted = [peer for peer in self._peers if self._machines[peer].state is SenderState.ABORTED]
         if not aborted and all(lane.error is not None for lane in lanes):
-            # No receiver has the state or still has to read an abort, so the connections can be closed. That
-            # tells the receivers and ends pending messages.
+            # Every lane failed, and no receiver still has to read an abort. Closing the connections raises an
+            # error on the receivers and ends pending messages.
             for peer in self._peers:
                 self._link.close(peer)
         errors = {peer: error for peer, error in failed.items() if isinstance(error, FerryError)}
@@ -322,7 +325,7 @@ class _Send(Transfer[SendOptions]):
                 found[peer], lost_by[peer] = failed[peer], peer
             elif route.upstream in lost_by:
                 lost_by[peer] = lost_by[route.upstream]
-                what = f"rank {lost_by[peer]}, which was to forward the state, could not be reached"
+                what = f"sending to rank {lost_by[peer]}, which was to forward the state, failed"
                 found[peer] = LinkBroken(what, peer=peer, phase="send tensors")
         return found or failed
 

@@ -1,6 +1,6 @@
 """A sink: takes the chunks of an incoming state, in any order, and writes them where they belong.
 
-That is fresh memory, or the local state if the incoming state fits. At any moment a sink can tell which paths
+They belong in fresh memory, or in the tensors of the local state. At any moment a sink can tell which paths
 of the local state are whole, torn and untouched.
 """
 
@@ -13,9 +13,9 @@ import torch
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra, compare, tensor_pairs
+from torchferry.core.destinations import IDENTICAL, DestinationMap, Destinations, Direct, place_in_local_state
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
-from torchferry.core.placement import IDENTICAL, Direct, Placement, Placements, place_in_local_state
 from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path
 from torchferry.engine.source import digest
@@ -49,7 +49,7 @@ class Sink:
 
     manifest: Manifest
     plan: Plan
-    placements: Placements = IDENTICAL
+    destinations: DestinationMap = IDENTICAL
     fresh: FreshMemory | None = None
     local: Description | None = None
     written: Collection[int] = ()
@@ -69,18 +69,18 @@ class Sink:
         has_memory = self.fresh is not None or self.local is not None
         if not has_memory or len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
             return None
-        places = self.placements.of(chunk.pieces[0]).direct
+        places = self.destinations.of(chunk.pieces[0]).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
 
     def open(self, chunk: Chunk, place: Direct) -> torch.Tensor:
-        """Return the memory of a place, for the link to write. Mark it as written when that may begin."""
+        """Return the memory of a place, for the link to write. The caller then marks the chunk as WRITTEN."""
         if self.fresh is not None:
             self.fresh.fault_in(chunk.pieces[0])
         self._opened[chunk.number] = place
         return run_of(self._memory(place), chunk.pieces[0])
 
     def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Write the pieces of a chunk to all their places but an open one."""
+        """Write the pieces of a chunk to all their places, except the one that `open` gave to the link."""
         opened = self._opened.pop(chunk.number, None)
         if self.local is not None:
             self._write_to(self.local, chunk, buffer, opened)
@@ -93,34 +93,34 @@ class Sink:
     def _write_to(
         self, local: Description, chunk: Chunk, buffer: torch.Tensor, opened: Direct | None
     ) -> None:
-        if self.placements.identical:
+        if self.destinations.identical:
             if opened is None:
                 self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
                 memories = [local.memories[piece.storage] for piece in chunk.pieces]
                 self._scatter(chunk.pieces, memories, buffer)
             return
-        placements = [self.placements.of(piece) for piece in chunk.pieces]
+        destinations = [self.destinations.of(piece) for piece in chunk.pieces]
         if opened is not None:
-            others = tuple(place for place in placements[0].direct if place != opened)
-            placements = [Placement(others, placements[0].itemwise)]
-        elif any(placement.direct or placement.itemwise for placement in placements):
+            others = tuple(place for place in destinations[0].direct if place != opened)
+            destinations = [Destinations(others, destinations[0].itemwise)]
+        elif any(destination.direct or destination.itemwise for destination in destinations):
             self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
         else:
             return
         start = 0
-        for has_one_place, group in groupby(zip(chunk.pieces, placements, strict=True), key=_has_one_place):
+        for has_one_place, group in groupby(zip(chunk.pieces, destinations, strict=True), key=_has_one_place):
             pairs = list(group)
             sizes = [piece.nbytes for piece, _ in pairs]
             flat = buffer[start : start + sum(sizes)]
             start += flat.nbytes
             if has_one_place:
-                memories = [self._memory(placement.direct[0]) for _, placement in pairs]
+                memories = [self._memory(destination.direct[0]) for _, destination in pairs]
                 self._scatter([piece for piece, _ in pairs], memories, flat)
                 continue
-            for (piece, placement), data in zip(pairs, flat.split(sizes), strict=True):
-                for place in placement.direct:
+            for (piece, destination), data in zip(pairs, flat.split(sizes), strict=True):
+                for place in destination.direct:
                     self._scatter([piece], [self._memory(place)], data)
-                for items in placement.itemwise:
+                for items in destination.itemwise:
                     self.before_write()
                     theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
                     memory = local.memories[ours.storage]
@@ -139,7 +139,7 @@ class Sink:
         """Hash a received chunk."""
         self._digests[chunk.number] = digest(buffer)
 
-    def verify(self, first: int, expected: Sequence[int]) -> None:
+    def compare_digests(self, first: int, expected: Sequence[int]) -> None:
         """Compare the digests of received chunks, from the chunk `first` on, with those of the sender."""
         for number, expected_digest in enumerate(expected, first):
             matches = self._digests.pop(number, None) == expected_digest
@@ -150,7 +150,7 @@ class Sink:
         self._states[first:end] = bytes([state]) * (end - first)
 
     def unmark_whole(self) -> None:
-        """Count whole chunks as torn: the sender aborted, or the tensors are being finished."""
+        """Mark whole chunks as WRITTEN, so that their paths count as torn."""
         self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
     def damaged_paths(self) -> list[str]:
@@ -160,12 +160,12 @@ class Sink:
 
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""
-        unfinished = {pair.incoming for pair in self.placements.via_scratch}
+        unfinished = {pair.incoming for pair in self.destinations.via_scratch}
         return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
-        for pair in self.placements.via_scratch:
+        for pair in self.destinations.via_scratch:
             assert self.local is not None, "only local tensors are copied to"
             theirs = self.manifest.tensors[pair.incoming]
             ours = self.local.manifest.tensors[pair.local]
@@ -196,9 +196,9 @@ class Sink:
         return self.local.memories[place.storage].at(place.delta)
 
 
-def _has_one_place(pair: tuple[Piece, Placement]) -> bool:
-    _, placement = pair
-    return len(placement.direct) == 1 and not placement.itemwise
+def _has_one_place(pair: tuple[Piece, Destinations]) -> bool:
+    _, destination = pair
+    return len(destination.direct) == 1 and not destination.itemwise
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def target_in_place(
             written={pair.local for pair in pairs},
             paired={pair.path for pair in comparison.pairs},
         )
-    # Before anything is written, so that a lack of memory leaves the local state unchanged.
+    # Allocate before anything is written, so that a lack of memory leaves the local state unchanged.
     fresh_storages = {manifest.tensors[number].storage for number in fresh_tensors}
     check_room(sum(manifest.storages[storage] for storage in fresh_storages), "the fresh tensors")
     for storage in fresh_storages:

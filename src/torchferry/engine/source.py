@@ -27,7 +27,7 @@ def digest(buffer: torch.Tensor) -> int:
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
-    """Return up to `nbytes` first bytes of a flat buffer; raises StateError if it was freed."""
+    """Return the first `nbytes` bytes of a flat buffer, or all it has; raises StateError if it was freed."""
     host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
     return bytes(_view(host)[:nbytes])
 
@@ -73,13 +73,13 @@ class Source:
         gather([memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
         return buffer
 
-    def done_with(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Take back the buffer of a chunk that was read."""
+    def release(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Return the buffer of a chunk that was read to the staging pool, if it is from there."""
         if self.must_stage(chunk):
             self.staging.give_back(buffer)
 
     def hash(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Hash a chunk that was read, unless that was done."""
+        """Hash a chunk that was read, unless its digest is known."""
         if self.digests[chunk.number] == NOT_HASHED:
             self.digests[chunk.number] = digest(buffer)
 
@@ -90,7 +90,7 @@ class Source:
     def _read_and_hash(self, chunk: Chunk) -> int:
         buffer = self.read(chunk)
         found = digest(buffer)
-        self.done_with(chunk, buffer)
+        self.release(chunk, buffer)
         return found
 
     def take_samples(self) -> None:
@@ -98,7 +98,7 @@ class Source:
         self._samples = [self._sample(chunk) for chunk in self.plan.chunks]
 
     def _sample(self, chunk: Chunk) -> list[int]:
-        """Hash a few bytes at both ends of a chunk; return nothing if its memory was freed."""
+        """Hash a few bytes at both ends of a chunk; return an empty list if its memory was freed."""
         ends = samples_of(chunk.pieces[0], chunk.pieces[-1])
         try:
             return [xxh3_64_intdigest(peek(self.description.memories[end.storage], end)) for end in ends]
@@ -108,12 +108,13 @@ class Source:
     def find_changes(self, *, read_all: bool = False) -> bool:
         """Look for changes since the state was described, and return whether there are any.
 
-        Torch counts its own writes. Writes that bypass the counters (`.data`, an ndarray over the same
-        memory) show in the samples. Tensors without a counter are read and hashed again, and with `read_all`
-        all are.
+        Torch counts its own writes. A write that bypasses the counters (`.data`, an ndarray over the same
+        memory) is found if it changes a sampled byte. Tensors without a counter are read and hashed again;
+        with `read_all`, all tensors are.
         """
         tensors = self.description.manifest.tensors
         self._changed |= {tensors[number].storage for number in self.description.changed_tensors()}
+        # Without `take_samples`, there are none.
         for chunk, sample in zip(self.plan.chunks, self._samples, strict=False):
             if sample != self._sample(chunk):
                 self._changed |= {chunk.pieces[0].storage, chunk.pieces[-1].storage}

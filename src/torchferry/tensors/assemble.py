@@ -47,7 +47,8 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
     """
     tensors = manifest.tensors
     values: dict[int, object] = {}
-    # Most leaves are one tensor and at most a number. Of leaves with equal keys, one is checked.
+    # Most leaves have one tensor, no `fixed`, and an int or None as `traits`. Of those with equal keys, only
+    # one is checked.
     checked: set[object] = set()
     number = 0
     try:
@@ -102,7 +103,7 @@ def _unpickle(data: object, context: RebuildContext) -> object:
 
 
 def _at(manifest: Manifest, child: int, error: FerryError) -> FerryError:
-    """Return the error with the path of a leaf, or for a negative number of the branch ~child."""
+    """Return the error with the path of leaf `child`, or of branch `~child` if `child` is negative."""
     return error.at(format_path(path_of(manifest, child)))
 
 
@@ -118,7 +119,7 @@ def _build_leaf(prepared: Prepared, number: int, build: Callable[[Kind, Leaf], o
 
 
 def assemble_fresh(prepared: Prepared, fresh: FreshMemory) -> object:
-    """Build the received state from new memory; raises PeerError, with its path, if a leaf is invalid."""
+    """Build the received state from new memory; raises PeerError with the path of an invalid leaf."""
     manifest, tensors = prepared.manifest, fresh.tensors
 
     def build(kind: Kind, leaf: Leaf) -> object:
@@ -155,7 +156,7 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
         where = error.path or format_path(())
         reason = error.what.removeprefix(f"{where}: ")
         what = f"no container can hold the keys of both sides ({reason})"
-        raise StateMismatch([Mismatch(where, what, "more keys", "fewer keys")]) from None
+        raise StateMismatch([Mismatch(where, what, "additional keys", "only its own keys")]) from None
 
 
 def misfits(manifest: Manifest, numbers: Iterable[int], context: RebuildContext) -> list[Mismatch]:
@@ -171,7 +172,7 @@ def misfits(manifest: Manifest, numbers: Iterable[int], context: RebuildContext)
 
 
 def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]:
-    """Find leaves that only the peer has, and whose tensors are written to a local leaf at another path.
+    """Map leaves that only the peer has to the path of a local leaf that their tensors are written to.
 
     Tied weights are such leaves: two keys of a state dict with the same memory.
     """
@@ -190,7 +191,10 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
 def assemble_in_place(
     prepared: Prepared, local: Description, comparison: Comparison, tree: Prepared, memory_of: MemoryOf
 ) -> object:
-    """Build the received state around the written local tensors; raises PeerError if a leaf is invalid."""
+    """Build the received state around the written local tensors; raises PeerError if a leaf is invalid.
+
+    `prepared` is the incoming state, and `tree` has the containers of the result.
+    """
     manifest = prepared.manifest
 
     def finish(incoming: int, target: int) -> object:
@@ -204,7 +208,7 @@ def assemble_in_place(
 
     if comparison.identical:
         values = [
-            # A local tensor has nothing to be finished.
+            # `finish_in_place` does nothing for a dense tensor.
             local.values[number] if leaf.kind == DENSE.name else finish(number, number)
             for number, leaf in enumerate(manifest.leaves)
         ]
@@ -216,6 +220,6 @@ def assemble_in_place(
         if number not in built:
             built[number] = _build_leaf(prepared, number, build)
         received[path] = built[number]
-    places = occurrences(tree.manifest)
-    leaves = (received[path] if path in received else local.values[leaf] for path, leaf in places)
+    found = occurrences(tree.manifest)
+    leaves = (received[path] if path in received else local.values[leaf] for path, leaf in found)
     return rebuild_places(tree.manifest, leaves, tree.build)

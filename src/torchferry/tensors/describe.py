@@ -91,10 +91,11 @@ def describe_target(state: object) -> Description:
     described = _describe(state, opaque_leaf)
     tensors = described.manifest.tensors
     read_only = _find_read_only(described.memories)
+    # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
     if not read_only and not described.uncounted:
         return described
     leaves = tuple(
-        Leaf(OPAQUE, fixed=f"{leaf.kind} in read-only memory: receive into a copy of it")
+        Leaf(OPAQUE, fixed=f"a {leaf.kind} in read-only memory: receive into a copy of it")
         if (leaf.kind == NDARRAY.name and not leaf.traits)
         or any(tensors[part].storage in read_only for part in leaf.parts)
         else leaf
@@ -135,11 +136,11 @@ class _Walk:
         self._substitute_leaf = substitute_leaf
         self._check_each = check_each
         self._leaf_by_id: dict[int, int] = {}
-        self._path_bytes = 0
+        self._all_path_bytes = 0
         self.root = self._visit(state, (), 0)
 
-    def _visit(self, value: object, path: tuple[object, ...], length_bytes: int) -> int:
-        """Describe the value at a path of `length_bytes`, and return its number for `Branch.children`."""
+    def _visit(self, value: object, path: tuple[object, ...], prefix_bytes: int) -> int:
+        """Describe the value at a path of `prefix_bytes`, and return its number for `Branch.children`."""
         count = len(self.tensors)
         try:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)
@@ -155,26 +156,26 @@ class _Walk:
         if len(path) >= MAX_DEPTH:
             raise _too_large(
                 path,
-                f"a {type(value).__qualname__} is nested deeper than {MAX_DEPTH}. If the state contains "
-                "itself, break the cycle; if not, flatten it",
+                f"a {type(value).__qualname__} is nested deeper than {MAX_DEPTH} levels. If the state "
+                "contains itself, break the cycle; if not, flatten it",
             )
         index = len(self.branches)
         branch = Branch(parts.kind, (0,) * len(parts.children), keys, parts.extra)
-        # Parents come before their children, whose numbers follow below.
+        # Parents come before their children. The numbers of the children are set below.
         self.branches.append(branch)
         key_bytes = path_bytes(branch)
-        self._path_bytes += len(key_bytes) * (length_bytes + 16) + sum(key_bytes)
+        self._all_path_bytes += len(key_bytes) * (prefix_bytes + 16) + sum(key_bytes)
         if index == _COUNT_PATHS_AT:
             # If nested containers are each in two places, the number of paths grows exponentially.
-            self._path_bytes = max(self._path_bytes, _count_paths(self._state, {})[1])
-        if self._path_bytes > MAX_PATH_BYTES:
+            self._all_path_bytes = max(self._all_path_bytes, _count_paths(self._state, {})[1])
+        if self._all_path_bytes > MAX_PATH_BYTES:
             raise _too_large(
                 path,
                 f"the paths of the state take more than {MAX_PATH_BYTES:,} bytes, which no receiver accepts. "
                 "A container in several places is sent once for each place: reduce the number of places",
             )
         children = self._add_plain_tensors(parts.children) or [
-            self._visit(child, (*path, name), length_bytes + 8 + nbytes)
+            self._visit(child, (*path, name), prefix_bytes + 8 + nbytes)
             for name, child, nbytes in zip(parts.keys, parts.children, key_bytes, strict=True)
         ]
         self.branches[index] = Branch(parts.kind, tuple(children), keys, parts.extra)
@@ -225,7 +226,7 @@ class _Walk:
 
 
 def _too_large(path: tuple[object, ...], what: str) -> Unsendable:
-    return Unsendable(what, phase="describe").at(format_path(path[:8]) + "…")
+    return Unsendable(what, phase="describe").at(format_path(path[:8]) + ("…" if len(path) > 8 else ""))
 
 
 def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
@@ -234,7 +235,7 @@ def _keys_to_wire(keys: Sequence[object]) -> tuple[Value, ...]:
     try:
         return tuple(map(to_wire, keys))
     except Unsendable as error:
-        raise Unsendable(f"among its keys, {error.what}") from None
+        raise Unsendable(f"one of its keys can't be sent: {error.what}") from None
 
 
 def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> tuple[int, int]:
@@ -261,7 +262,7 @@ def _why_not_written(value: Any, error: Unsendable) -> str | None:
     name = registry.name_of(cls)
     if issubclass(cls, torch.Tensor):
         if is_lazy(value):
-            return "a lazy parameter without a shape: run a forward first"
+            return "a lazy parameter without a shape: run a forward pass first"
         if value.device.type == "meta":
             return "a tensor on the meta device: call `to_empty()` first"
         if value.is_quantized:
@@ -279,7 +280,7 @@ def _why_not_written(value: Any, error: Unsendable) -> str | None:
 _MAX_OBJECTS = 1 << 22
 """A value with more objects than this, not counting numbers and strings, is assumed to hold tensors."""
 
-_NUMBERS_AND_TEXTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SCALAR_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SKIPPED_TYPES = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, str, bytes)
 
 
@@ -300,7 +301,7 @@ def holds_tensors(value: object) -> bool:
         seen.add(id(item))
         if len(seen) > _MAX_OBJECTS:
             return True
-        pending += [inner for inner in gc.get_referents(item) if type(inner) not in _NUMBERS_AND_TEXTS]
+        pending += [inner for inner in gc.get_referents(item) if type(inner) not in _SCALAR_TYPES]
     return False
 
 

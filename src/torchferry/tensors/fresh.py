@@ -1,7 +1,7 @@
 """New memory on the CPU for a state that is received.
 
 Most storages are one contiguous tensor, and most tensors are small. Small tensors arrive packed, many in one
-message. All tensors of a message are created in one call, in half the time of allocating and copying each.
+chunk. Consecutive tensors of one dtype are created in one call: half the time of allocating and copying each.
 """
 
 import ctypes
@@ -42,14 +42,14 @@ class FreshMemory:
     """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
     def __init__(self, manifest: Manifest, clock: Callable[[], float]) -> None:
-        """Raise StateError if the machine has too little memory. The clock times requests of huge pages."""
+        """Raise StateError if the machine has too little memory. The clock times requests for huge pages."""
         self.tensors: dict[int, torch.Tensor] = {}
         self.wants_huge_pages = _madvise is not None
         self._slow_pages = 0
         self._clock = clock
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
-        # `unpack` runs in another thread, and inference mode belongs to this one.
+        # Inference mode is set per thread, and `unpack` runs in another thread.
         self._inference = torch.is_inference_mode_enabled()
         check_room(sum(manifest.storages), "the incoming state")
 
@@ -92,8 +92,8 @@ class FreshMemory:
         for dtype, run in groupby(dtypes):
             last = first + len(list(run))
             end = start + sum([piece.nbytes for piece in pieces[first:last]])
-            created = [number for number in numbers[first:last] if number is not None]
-            if dtype is None or not self._create(created, dtype, buffer[start:end]):
+            run_numbers = [number for number in numbers[first:last] if number is not None]
+            if dtype is None or not self._create(run_numbers, dtype, buffer[start:end]):
                 memories = [self.memory(piece.storage) for piece in pieces[first:last]]
                 scatter(memories, pieces[first:last], buffer[start:end])
             first, start = last, end
@@ -117,7 +117,7 @@ class FreshMemory:
 
     @cached_property
     def _only_tensor(self) -> list[int | None]:
-        """For each storage the number of its tensor, if that is the only one, contiguous, and fills it."""
+        """For each storage, the number of its only tensor if that is contiguous and fills it, else None."""
         sizes, tensors = self._manifest.storages, self._manifest.tensors
         counts = Counter([spec.storage for spec in tensors])
         found: list[int | None] = [None] * len(sizes)
@@ -130,8 +130,8 @@ class FreshMemory:
 
 @lru_cache(maxsize=4096)
 def _fills(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, nbytes: int) -> bool:
-    """Return whether a tensor is contiguous, not empty, and has this many bytes."""
-    # torch changes the bytes of a bool that is neither 0 nor 1 when it copies it.
+    """Return whether a tensor is contiguous, has this many bytes but not 0, and is copied bit by bit."""
+    # When torch copies a bool whose byte is neither 0 nor 1, the byte changes.
     if dtype == "bool" or nbytes == 0 or prod(shape) * itemsize != nbytes:
         return False
     return stride == torch.empty(shape, dtype=torch.uint8, device="meta").stride()

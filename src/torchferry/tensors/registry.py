@@ -22,7 +22,7 @@ def register(cls: T) -> T:
     Both sides register their own type. Types are matched by module and qualified name.
 
     Raises:
-        BadArgument: it is none of the three, or another type is registered under its name.
+        BadArgument: it is not a namedtuple, dataclass or enum, or another type is registered under its name.
     """
     candidate: object = cls
     if not isinstance(candidate, type) or not (
@@ -33,9 +33,9 @@ def register(cls: T) -> T:
             "from their fields alone"
         )
     name = name_of(cls)
-    # A reloaded module, or a class that is defined in a loop, defines the same name again.
+    # This rejects a class of a reloaded module, and classes that are defined in a loop: they reuse a name.
     if _types.setdefault(name, cls) is not cls:
-        raise BadArgument(f"another type is registered as {name} already: rename one of them")
+        raise BadArgument(f"another type is registered as {name}: rename one of them, or register once")
     return cls
 
 

@@ -67,7 +67,7 @@ def test_every_chunk_is_in_one_digest_block_that_follows_it() -> None:
         sequence = plan.sequence(digest_blocks=True)
         blocks = [item for item in sequence if isinstance(item, DigestBlock)]
         assert [n for block in blocks for n in range(block.first, block.end)] == list(range(len(plan.chunks)))
-        assert [block.last for block in blocks] == [False] * (len(blocks) - 1) + [True]
+        assert [block.is_last for block in blocks] == [False] * (len(blocks) - 1) + [True]
         sent = 0
         for item in sequence:
             if isinstance(item, Chunk):

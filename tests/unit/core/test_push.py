@@ -71,14 +71,14 @@ def test_a_machine_refuses_a_state_that_may_not_follow() -> None:
 def test_a_digest_block_has_digests_and_whether_the_state_changed(
     changed: bool, digests: tuple[int, ...]
 ) -> None:
-    block = DigestBlock(4, 4 + len(digests), last=True)
+    block = DigestBlock(4, 4 + len(digests), is_last=True)
     data = encode_block(block, digests, NONCE, changed=changed)
     assert len(data) == block.nbytes
     assert decode_block(block, data) == (NONCE, digests, changed)
 
 
 def test_an_abort_fits_in_the_place_of_any_digest_block() -> None:
-    assert DigestBlock(0, 1, last=True).nbytes >= ABORT_BYTES
+    assert DigestBlock(0, 1, is_last=True).nbytes >= ABORT_BYTES
 
 
 def test_an_abort_belongs_to_one_transfer_and_names_the_failed_rank() -> None:

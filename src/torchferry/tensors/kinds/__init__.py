@@ -43,7 +43,7 @@ def kind_of(value: object) -> Kind | None:
 
 def _explain_subclass(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
-        return "a lazy parameter has no data yet: run a forward first"
+        return "a lazy parameter has no data yet: run a forward pass first"
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     what = f"the tensor subclass {name} can't be sent: only its data would arrive. "
     with suppress(Exception):

@@ -37,14 +37,14 @@ _PLACEMENTS: dict[Any, dict[str, type]] = {
 
 _REDUCTIONS = frozenset({"sum", "avg", "product", "min", "max"})
 
-PlacementForm: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
+WirePlacement: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
 """The name of a placement's class, then its arguments."""
 
 
 class DTensorFixed(Form, frozen=True):
-    """What DTensors with the same shard share."""
+    """What an in-place target must have in common with the incoming DTensor."""
 
-    placements: Annotated[tuple[PlacementForm, ...], Meta(max_length=MAX_DIMS)]
+    placements: Annotated[tuple[WirePlacement, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
     mesh: Dims
     position: str
@@ -70,7 +70,7 @@ def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
     return Leaf(DTENSOR.name, (add_tensor(local),), fixed.packed(), traits.packed())
 
 
-def _placement_to_wire(placement: Placement) -> PlacementForm:
+def _placement_to_wire(placement: Placement) -> WirePlacement:
     cls = type(placement)
     wire = cls.__name__, *(getattr(placement, argument) for argument in _PLACEMENTS.get(cls, ()))
     if cls in _PLACEMENTS and (cls is not Partial or wire[1] in _REDUCTIONS):
@@ -80,16 +80,16 @@ def _placement_to_wire(placement: Placement) -> PlacementForm:
     )
 
 
-def _placement_from_wire(wire: PlacementForm) -> Placement:
+def _placement_from_wire(wire: WirePlacement) -> Placement:
     for cls, arguments in _PLACEMENTS.items():
-        is_this = (cls.__name__, *arguments.values()) == (wire[0], *map(type, wire[1:]))
-        if is_this and (cls is not Partial or wire[1] in _REDUCTIONS):
+        matches = (cls.__name__, *arguments.values()) == (wire[0], *map(type, wire[1:]))
+        if matches and (cls is not Partial or wire[1] in _REDUCTIONS):
             return cls(**dict(zip(arguments, wire[1:], strict=True)))  # type: ignore[no-any-return]
     raise ValueError(f"its placement {show(wire)} is unknown")
 
 
 def _position(
-    coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[PlacementForm]
+    coordinate: Sequence[int] | None, mesh: Sequence[int], placements: Sequence[WirePlacement]
 ) -> str:
     """Return a coordinate as text, with a star for each dimension that does not split the tensor.
 
@@ -115,12 +115,12 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 def _slice_of(mesh: DeviceMesh | None, shape: Dims, names: tuple[str, ...] | None) -> DeviceMesh | None:
     """Return the receiver's mesh if it has the sender's shape, or its slice with the same names and shape.
 
-    A model that is sharded along two dimensions also has parameters on one of them.
+    None if there is neither. A model on a two-dimensional mesh may have parameters on a slice of that mesh.
     """
     if mesh is None or tuple(mesh.shape) == shape:
         return mesh
     with suppress(KeyError, RuntimeError):
-        # A flattened dimension has a name, too.
+        # `names` may be the name of a flattened dimension, which only indexing by name finds.
         if names is not None and tuple(mesh[names].shape) == shape:
             return mesh[names]
     return None
@@ -140,11 +140,12 @@ def _create_mesh(layout: MeshLayout) -> DeviceMesh:
 def _find_group(layout: MeshLayout, rank: int, dim: int) -> Any:
     """Find a group of this process for a dimension of a mesh; None if there is none.
 
-    torch caches the results of operations by their inputs, and returns one of two equal meshes for the other.
-    So the mesh must have the groups that an equal mesh of this process has.
+    torch caches the results of operations by their inputs, and equal meshes are the same key. So a result may
+    have either of two equal meshes, and both must have the same groups.
     """
     name = layout.names[dim] if layout.names else f"dim_{dim}"
-    # torch creates or reuses these when it creates such a mesh itself. Otherwise, use the oldest.
+    # The descriptions of the groups that torch itself creates or reuses for such a mesh. If no group has one,
+    # the oldest group is used.
     preferred = (f"mesh_{name}", "mesh_default", "default_pg")
     row = layout.row(rank, dim)
     matching = [group for group in internals.process_groups() if dist.get_process_group_ranks(group) == row]
@@ -180,7 +181,7 @@ def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     }
 
 
-def _show_placement(wire: PlacementForm) -> str:
+def _show_placement(wire: WirePlacement) -> str:
     name, *values = (show_name(str(value)) for value in wire)
     return f"{name}({', '.join(values)})"
 
@@ -202,14 +203,14 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         dim = getattr(_placement_from_wire(wire), "dim", None)
         if dim is not None and not 0 <= dim < len(shape):
             raise ValueError(f"it is sharded along dimension {dim} of {len(shape)}")
-    columns = (mesh.sizes, mesh.strides, fixed.mesh, fixed.placements, mesh.names)
-    if len({len(column) for column in columns if column is not None}) != 1:
+    per_dimension = (mesh.sizes, mesh.strides, fixed.mesh, fixed.placements, mesh.names)
+    if len({len(column) for column in per_dimension if column is not None}) != 1:
         raise ValueError("its mesh, names and placements differ in their number of dimensions")
     if fixed.mesh != tuple(map(prod, mesh.sizes)):
         raise ValueError(f"the shape of its mesh is {show(fixed.mesh)}, and the sizes are {show(mesh.sizes)}")
     if torch.device(mesh.device).type != mesh.device:
         raise ValueError(f"{show(mesh.device)} is not a device type")
-    # torch lists all ranks of a mesh, so a mesh may not need more ranks than were sent.
+    # torch lists all ranks of a mesh, so a mesh must not have more ranks than were sent.
     dims = zip(mesh.sizes, mesh.strides, strict=True)
     steps = [step for sizes, strides in dims for step in zip(sizes, strides, strict=True)]
     last = sum((size - 1) * stride for size, stride in steps)

@@ -88,10 +88,12 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         raise ValueError(f"its shape {show(fixed.size)} has more bytes than torch can count")
     for offsets, sizes in (*fixed.shards, *(shard[:2] for shard in traits.all)):
         if not len(offsets) == len(sizes) == len(fixed.size):
-            raise ValueError(f"a shard has {len(sizes)} dimensions, expected {len(fixed.size)}")
+            raise ValueError(
+                f"a shard has {len(offsets)} offsets and {len(sizes)} sizes, expected {len(fixed.size)} each"
+            )
         if any(start + n > end for start, n, end in zip(offsets, sizes, fixed.size, strict=True)):
             raise ValueError(f"a shard of {show(sizes)} at {show(offsets)} ends outside {show(fixed.size)}")
-    _all_shards(traits)  # torch parses the placements
+    _all_shards(traits)  # raises if torch can't parse a placement
 
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:

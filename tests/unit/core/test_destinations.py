@@ -1,18 +1,18 @@
-"""Placement: bytes are copied directly wherever that overwrites no other tensor."""
+"""Destinations: bytes are copied directly wherever that overwrites no other tensor."""
 
 from __future__ import annotations
 
 from torchferry.core.compare import Pair
-from torchferry.core.extents import extents_of
-from torchferry.core.manifest import Leaf, Manifest, TensorSpec
-from torchferry.core.placement import (
+from torchferry.core.destinations import (
     IDENTICAL,
+    DestinationMap,
+    Destinations,
     Direct,
     Itemwise,
-    Placement,
-    Placements,
     place_in_local_state,
 )
+from torchferry.core.extents import extents_of
+from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import make_plan
 
 
@@ -24,7 +24,7 @@ def tensor(shape: tuple[int, ...], stride: tuple[int, ...], storage: int = 0, of
     return TensorSpec("float32", 4, shape, stride, storage, offset)
 
 
-def place(incoming: Manifest, local: Manifest, *pairs: tuple[int, int]) -> Placements:
+def place(incoming: Manifest, local: Manifest, *pairs: tuple[int, int]) -> DestinationMap:
     named = [Pair((str(a),), a, b) for a, b in pairs]
     return place_in_local_state(extents_of(incoming.tensors), incoming, local, named)
 
@@ -35,24 +35,24 @@ ROW, OTHER_ROW = tensor((8,), (1,)), tensor((8,), (1,), storage=1)
 def test_fresh_extents_keep_their_storages_and_offsets() -> None:
     plan = make_plan(state(ROW, OTHER_ROW))
     assert [IDENTICAL.of(chunk.pieces[0]) for chunk in plan.chunks] == [
-        Placement((Direct(chunk.pieces[0].storage, 0),)) for chunk in plan.chunks
+        Destinations((Direct(chunk.pieces[0].storage, 0),)) for chunk in plan.chunks
     ]
 
 
 def test_a_tensor_of_the_same_layout_is_copied_directly() -> None:
     assert place(state(ROW), state(tensor((8,), (1,), 2, 40)), (0, 0)).by_extent == (
-        Placement((Direct(2, 40),)),
+        Destinations((Direct(2, 40),)),
     )
 
 
 def test_a_tensor_of_another_layout_is_copied_itemwise() -> None:
     assert place(state(ROW), state(tensor((8,), (3,))), (0, 0)).by_extent == (
-        Placement((), (Itemwise(0, 0, True),)),
+        Destinations((), (Itemwise(0, 0, True),)),
     )
 
 
 def test_an_unpaired_tensor_has_no_placement() -> None:
-    assert place(state(ROW, OTHER_ROW), state(ROW), (0, 0)).by_extent[1] == Placement()
+    assert place(state(ROW, OTHER_ROW), state(ROW), (0, 0)).by_extent[1] == Destinations()
 
 
 def test_a_tensor_tied_only_at_the_sender_is_copied_to_both_local_tensors() -> None:
@@ -63,19 +63,19 @@ def test_a_tensor_tied_only_at_the_sender_is_copied_to_both_local_tensors() -> N
 def test_an_extent_is_not_copied_directly_if_only_part_of_it_is_paired() -> None:
     incoming = state(ROW, tensor((2,), (1,), offset=8))
     (placement,) = place(incoming, state(tensor((2,), (1,), 3, 8)), (1, 0)).by_extent
-    assert placement == Placement((), (Itemwise(1, 0, False),))
+    assert placement == Destinations((), (Itemwise(1, 0, False),))
 
 
 def test_overlapping_views_at_one_distance_are_copied_directly() -> None:
     views = state(tensor((8,), (1,)), tensor((8,), (1,), offset=16))
     moved = state(tensor((8,), (1,), 2, 100), tensor((8,), (1,), 2, 116))
-    assert place(views, moved, (0, 0), (1, 1)).by_extent == (Placement((Direct(2, 100),)),)
+    assert place(views, moved, (0, 0), (1, 1)).by_extent == (Destinations((Direct(2, 100),)),)
 
 
 def test_a_tensor_that_overlaps_itself_goes_via_scratch() -> None:
     windows = state(tensor((5, 3), (1, 1)))
     placements = place(windows, state(tensor((5, 3), (3, 1))), (0, 0))
-    assert placements.by_extent == (Placement((Direct(~0, 0),)),)
+    assert placements.by_extent == (Destinations((Direct(~0, 0),)),)
     assert [(pair.incoming, pair.local) for pair in placements.via_scratch] == [(0, 0)]
 
 

@@ -2,11 +2,11 @@
 
 There are three ways, best first:
 - Direct: copy the extent as it is into a local storage. Every byte of it must belong to a paired tensor.
-- Itemwise: copy item by item into a local tensor of another layout, chunk by chunk.
+- Itemwise: copy the items of each chunk, as it arrives, into a local tensor of another layout.
 - Via scratch: receive the whole tensor into scratch memory and copy it at the end. This is for tensors that
   overlap themselves, and for tensors that share a repeated extent with other tensors.
 
-An extent with no placement is received and dropped.
+An extent with no destination is received and dropped.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,10 @@ from torchferry.errors import BadManifest
 
 
 class Direct(Struct, frozen=True, gc=False):
-    """Copy to the incoming offset plus `delta` of a local storage. Storage ~n is scratch memory for n."""
+    """Copy to a local storage, at the incoming offset plus `delta`.
+
+    Storage ~n is the scratch memory of incoming storage n.
+    """
 
     storage: int
     delta: int
@@ -42,31 +45,31 @@ class Itemwise(Struct, frozen=True, gc=False):
     covers: bool
 
 
-class Placement(Struct, frozen=True, gc=False):
+class Destinations(Struct, frozen=True, gc=False):
     """All the destinations of one extent's bytes."""
 
     direct: tuple[Direct, ...] = ()
     itemwise: tuple[Itemwise, ...] = ()
 
 
-class Placements(NamedTuple):
-    """A placement for each extent of the plan, and the tensors to copy from scratch memory at the end.
+class DestinationMap(NamedTuple):
+    """A destination for each extent of the plan, and the tensors to copy from scratch memory at the end.
 
     If `identical`, storages and offsets are those of the sender, and `by_extent` is empty.
     """
 
-    by_extent: tuple[Placement, ...]
+    by_extent: tuple[Destinations, ...]
     via_scratch: tuple[Pair, ...] = ()
     identical: bool = False
 
-    def of(self, piece: Piece) -> Placement:
-        """Return the placement of a piece."""
+    def of(self, piece: Piece) -> Destinations:
+        """Return the destination of a piece."""
         if self.identical:
-            return Placement((Direct(piece.storage, 0),))
+            return Destinations((Direct(piece.storage, 0),))
         return self.by_extent[piece.extent]
 
 
-IDENTICAL = Placements((), identical=True)
+IDENTICAL = DestinationMap((), identical=True)
 
 
 def place_in_local_state(
@@ -75,10 +78,11 @@ def place_in_local_state(
     local: Manifest,
     pairs: Sequence[Pair],
     fresh: Collection[int] = (),
-) -> Placements:
+) -> DestinationMap:
     """Place every extent in the local tensors that are paired with the incoming ones.
 
-    The incoming tensors in `fresh` have no local tensor. They are received into scratch memory and keep it.
+    The incoming tensors in `fresh` have no local tensor. They are received into scratch memory,
+    which then belongs to the returned state.
     Raises BadManifest if the incoming tensors overlap in too irregular a pattern.
     """
     try:
@@ -94,7 +98,7 @@ def place_in_local_state(
         ours = local.tensors[pair.local]
         return ours.storage, ours.offset - incoming.tensors[pair.incoming].offset
 
-    placements: list[Placement] = []
+    destinations: list[Destinations] = []
     via_scratch: dict[Pair, None] = {}
     for extent, tensors in zip(extents, tensors_of, strict=True):
         paired = [pair for tensor in tensors for pair in pairs_of[tensor]]
@@ -122,14 +126,14 @@ def place_in_local_state(
                 itemwise.append(Itemwise(pair.incoming, pair.local, covers))
             else:
                 via_scratch[pair] = None
-        placements.append(Placement(tuple(direct), tuple(itemwise)))
+        destinations.append(Destinations(tuple(direct), tuple(itemwise)))
     # Scratch memory receives every extent of its tensors.
     in_scratch = {pair.incoming for pair in via_scratch}.union(fresh)
     for number, extent in enumerate(extents):
         if in_scratch.intersection(tensors_of[number]):
-            place = placements[number]
-            placements[number] = Placement((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
-    return Placements(tuple(placements), tuple(via_scratch))
+            place = destinations[number]
+            destinations[number] = Destinations((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
+    return DestinationMap(tuple(destinations), tuple(via_scratch))
 
 
 def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[list[int]]:
