@@ -105,7 +105,7 @@ class _Finished(NamedTuple):
 
 
 class _Crashed(NamedTuple):
-    """A worker has failed. Without a traceback, it has died."""
+    """A worker has failed. `report` is its traceback, or empty if its process ended without one."""
 
     report: str = ""
 
@@ -242,7 +242,7 @@ def _worker_main(
             # Before any thread starts: a thread stays in the network in which it was started.
             host.enter()
         _exit_with_parent(channel, folder)
-        # As torchrun does: there are at least as many ranks as cores.
+        # As torchrun does: with more threads, the ranks would compete for the cores.
         torch.set_num_threads(1)
         _join(rank, plan.ranks, folder, host)
         run(plan, folder, channel.send)

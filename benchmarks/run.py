@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that the largest case needs."""
+        """The number of processes: one for each host, or as many as the largest case needs."""
         return self.hosts or max(workload.ranks for workload in self.chosen())
 
     @property
@@ -108,7 +108,10 @@ def run(plan: Plan, folder: Path, emit: Emit) -> None:
 
 @dataclass
 class _Entry:
-    """One system in one case, and its results so far. They are equal on all ranks, except for the session."""
+    """One system in one case, and its results so far.
+
+    All fields except `session` and `expected` are equal on all ranks.
+    """
 
     workload: Workload
     case: Case

@@ -1,7 +1,7 @@
 """The workloads: which states are sent, how, to how many receivers, by which systems, with which targets.
 
-`workloads(size)` runs on one machine, `cluster_workloads(size, hosts)` on several hosts. Targets apply to
-size "full"; "small" is a quick run of minutes; "smoke" shows in seconds that everything works.
+`workloads(size)` lists those for one machine, `cluster_workloads(size, hosts)` those for hosts. Targets apply
+to size "full"; "small" is a quick run of minutes; "smoke" shows in seconds that everything works.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALL_SYSTEMS = (FERRY, UNVERIFIED, TORCH, TORCHFT, HTTP, SAVE, DCP, RAW, MEMCPY)
 _NO_SLOWER = 1.1
 # Headers, names, digests and TCP retransmissions are allowed; a second copy is not.
 _SENT_ONCE = 1.02
-# The last of six receivers in a chain gets its first chunk after five hops.
+# The last of six receivers in a chain gets its first chunk five hops later than the first.
 _CHAIN_OVERHEAD = 1.15
 # If one link is slower than this, the machine was busy, and no ratio to one link counts.
 _LINE_RATE = 1.1

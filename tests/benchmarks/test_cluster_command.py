@@ -1,4 +1,4 @@
-"""`python -m benchmarks cluster`: it measures, and its cluster is always removed."""
+"""`python -m benchmarks cluster`: it measures, and its cluster is removed, at the latest by the next run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TestTheCommand:
             assert process.returncode == 1
             assert "the process of rank 1 was killed by SIGKILL" in output
 
-    def test_that_was_killed_leaves_no_process_and_its_namespaces_to_the_next_run(self) -> None:
+    def test_when_killed_leaves_no_process_and_the_next_run_removes_its_namespaces(self) -> None:
         known = all_processes()
         with running("--hosts", "2", "--repeats", "1000") as process:
             read_until(process, "measuring")

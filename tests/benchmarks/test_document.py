@@ -1,4 +1,4 @@
-"""The page loads nothing, is well formed, and names everything that was measured."""
+"""The HTML report loads nothing, is well formed, and names everything that was measured."""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ class TestATargetThatWasNotMeasured:
     def test_says_what_the_kernel_does_not_report(self) -> None:
         target = Target("bytes", Figure("c", "ours", Metric.WIRE_BYTES), 1000.0, 1.0)
         found = evaluate("w", target, [measurement("c", "ours", [])])
-        assert found.problem == "ours has no bytes on the wire: the kernel does not report it"
+        assert (
+            found.problem
+            == "ours has no measurement of bytes on the wire: it can't be counted for this system or kernel"
+        )
 
 
 def test_the_limits_are_unchanged() -> None:

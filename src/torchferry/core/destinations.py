@@ -4,7 +4,7 @@ There are three ways, best first:
 - Direct: copy the extent as it is into a local storage. Every byte of it must belong to a paired tensor.
 - Itemwise: copy the items of each chunk, as it arrives, into a local tensor of another layout.
 - Via scratch: receive the whole tensor into scratch memory and copy it at the end. This is for tensors that
-  overlap themselves, and for tensors that share a repeated extent with other tensors.
+  overlap themselves, and for tensors that share an extent of several runs with other tensors.
 
 An extent with no destination is received and dropped.
 """
@@ -139,8 +139,7 @@ def place_in_local_state(
 def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[list[int]]:
     """List the tensors that have bytes in each extent; raises TooIrregular if that takes too long."""
     tensors_of: list[list[int]] = [[] for _ in extents]
-    # Extents are sorted, and no two start at the same byte. The reach of an extent is the last end among it
-    # and those before it.
+    # Extents are sorted, and no two start at the same byte. `reach[n]` is the last end among extents 0 to n.
     starts = [(extent.storage, extent.offset) for extent in extents]
     reach = list(accumulate(((extent.storage, extent.end) for extent in extents), max))
     footprint_budget, comparison_budget = Budget(), Budget()

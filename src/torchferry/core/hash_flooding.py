@@ -10,19 +10,19 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 
 MAX_PROBES = 32
-"""The limit on average. Ordinary keys need one or two, or thirteen if hashes differ only in upper bits."""
+"""The limit, on average per key. Ordinary keys need 1 or 2, or 13 if hashes differ only in upper bits."""
 
 _MIN_KEYS = 128
 """Fewer keys are fast to insert, whatever their hashes."""
 
 _SET_NEIGHBOURS = 9
-"""The slots after each one that a set tries before it probes further. A dict tries none."""
+"""How many slots after a taken one a set tries first: CPython's LINEAR_PROBES. A dict tries none."""
 
 
 def is_hash_flood(
     keys: Sequence[Hashable], randomly_hashed: frozenset[type] = frozenset({str, bytes})
 ) -> bool:
-    """Return whether a dict of these keys, inserted in this order, or a set of that dict would be slow.
+    """Return whether it is slow to insert keys into a dict in this order, or to make a set from that dict.
 
     `randomly_hashed` are the types whose hashes a peer cannot predict. Raises TypeError for unhashable keys.
 

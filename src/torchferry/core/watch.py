@@ -4,10 +4,13 @@ from enum import Enum
 from typing import NamedTuple
 
 PROBE_AFTER_S = 0.2
-"""The wait before a probe. Without one, a backend does not report a peer that was lost inside a message."""
+"""How long to wait for a peer before probing it.
+
+Without a probe, a backend does not report a peer that died in the middle of a message.
+"""
 
 GONE_AFTER_S = 0.1
-"""The wait after a peer was found dead: it may exit while its last message is on the way."""
+"""How long to wait for a peer that was found dead: its last message may still be on the way."""
 
 GRACE_S = 0.15
 """The time after the deadline in which a wait may end by itself, before the lane is cancelled."""

@@ -1,4 +1,4 @@
-"""Forwarding: a receiver sends what it receives on to the next receiver, from the same memory.
+"""Forwarding: a receiver passes each message on to the next receiver, from the memory that received it.
 
 Forwarding is a lane of its own, so that a slow or dead next receiver does not delay this one. The receiving
 lane offers messages as they arrive, and the forwarding lane sends them.
@@ -54,7 +54,7 @@ class Relay:
             self._changed.notify_all()
 
     def stop(self, failed_rank: int) -> None:
-        """Stop to forward, because the next receiver is lost. If it comes back, it gets an abort."""
+        """Stop forwarding, because the next receiver is lost. If it comes back, it gets an abort."""
         with self._changed:
             self._over = True
             while self._offers:
@@ -84,7 +84,7 @@ class Relay:
             if offer is None:
                 assert self._failed_rank is not None, "a relay aborts because some rank failed"
                 yield from self.channel.send_abort(self._failed_rank, self.sizes[position:])
-                raise PeerGaveUp("there is no more to forward", failed_rank=self._failed_rank)
+                raise PeerGaveUp("forwarding was aborted", failed_rank=self._failed_rank)
             window.add(offer, self.channel.send(offer.buffer))
         yield from window.complete_all()
 
@@ -97,7 +97,7 @@ class Relay:
 
 @dataclass
 class Until:
-    """Completes when a condition holds, like a message that a lane waits for."""
+    """A `Pending` that completes when a condition holds, instead of when a message is sent or received."""
 
     changed: threading.Condition
     holds: Callable[[], bool]
@@ -105,4 +105,4 @@ class Until:
     def wait(self, timeout_s: float) -> None:
         with self.changed:
             if not self.changed.wait_for(self.holds, min(timeout_s, threading.TIMEOUT_MAX)):
-                raise LinkTimeout("nothing was forwarded in time")
+                raise LinkTimeout(f"no message to forward, or no room to stage one, for {timeout_s:g} s")

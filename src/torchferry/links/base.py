@@ -24,8 +24,8 @@ FRAME_TAG = LENGTH_TAG + 1
 PROBE_TAG = LENGTH_TAG + 2
 _FIRST_MESSAGE_TAG = LENGTH_TAG + 16
 
-# A tag has 31 bits, and LENGTH_TAG leaves 29 of them. Tags repeat after 4,096 messages, which is harmless:
-# messages with one tag arrive in order.
+# A tag has 31 bits. Above LENGTH_TAG there is room for 2**29 tags: 12 + 9 + 8 bits. The tags of a transfer
+# repeat after 4,096 messages, which is harmless: messages with the same tag arrive in order.
 _POSITIONS = 1 << 12
 _SERIALS = 1 << 9
 _ORIGINS = 1 << 8
@@ -49,7 +49,8 @@ class Pending(Protocol):
 class SharedState:
     """What all links on one process group share.
 
-    With `lasting=False` failures are not remembered: the group may be replaced behind its wrapper.
+    With `lasting=False`, failures are not remembered: the group is a wrapper, which may replace the process
+    group inside it.
     """
 
     lasting: bool = True
@@ -131,19 +132,20 @@ class Link:
         with self._shared.lock:
             lock = self._shared.frame_locks.setdefault((way, peer), threading.Lock())
         if not lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            raise LinkTimeout(f"another transfer with rank {peer} did not start in time", peer=peer)
+            what = f"another transfer with rank {peer} still exchanges its frame after {timeout_s:g} s"
+            raise LinkTimeout(what, peer=peer)
         try:
             yield Channel(self, peer, cycle((LENGTH_TAG, FRAME_TAG)))
         finally:
             lock.release()
 
     def keep(self, peer: int, messages: Sequence[Pending]) -> None:
-        """Keep messages that nobody waits for: gloo loses later messages if they are freed."""
+        """Keep messages that are never waited for: if they were freed, gloo would lose later messages."""
         with self._shared.lock:
             self._shared.kept.setdefault(peer, []).extend(messages)
 
     def release(self, peer: int) -> None:
-        """Forget the kept messages of a peer, because a later frame was sent. Messages arrive in order."""
+        """Forget the kept messages of a peer once a later frame was sent: messages are sent in order."""
         with self._shared.lock:
             self._shared.kept.pop(peer, None)
 
@@ -181,9 +183,9 @@ class Channel:
         return self.link.recv(buffer, self.peer, next(self.tags))
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
-        """Tell the peer that no more messages follow. `expected` has the sizes of those that it expects.
+        """Tell the peer of an abort. `expected` has the sizes of the messages that it still expects.
 
-        The abort takes the place of the next message that is long enough. Messages before it are sent as
+        The abort takes the place of the next one that is long enough. Messages before it are sent as
         zeros. If none is long enough, nothing is sent: the zeros would pass for the state.
         """
         place = next((place for place, nbytes in enumerate(expected) if nbytes >= ABORT_BYTES), None)

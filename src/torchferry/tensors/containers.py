@@ -1,4 +1,7 @@
-"""Containers: one `ContainerKind` takes one type apart and builds it again. A subclass is another type."""
+"""Containers: `take_apart` splits a container into keys and children, `container_builder` rebuilds it.
+
+The exact type decides: a subclass of dict is not handled as a dict.
+"""
 
 import dataclasses
 import enum
@@ -36,7 +39,10 @@ BuildContainer: TypeAlias = Callable[[list[object]], object]
 
 
 class ContainerKind(NamedTuple):
-    """How one built-in type is built from keys, extra and children, and what its extra is."""
+    """How one built-in type is built from keys, extra and children.
+
+    `extra` returns what a container has besides keys and children, such as the maxlen of a deque.
+    """
 
     name: str
     build: Callable[[list[Any], Any, list[Any]], object]
@@ -65,8 +71,9 @@ def take_apart(value: Any) -> ContainerParts | None:
 
 
 def container_builder(branch: Branch) -> BuildContainer:
-    """Return a function that builds a peer's container from its children. It was tried with None for each.
+    """Return a function that builds a peer's container from its children.
 
+    To find errors early, the container is built once here, with None for each child.
     Raises BadManifest if the container is impossible, and UnknownType if its type is not registered.
     """
     build = _builds.get(branch.kind)

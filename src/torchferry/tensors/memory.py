@@ -1,7 +1,7 @@
 """The bytes behind a storage: allocating, viewing and copying them.
 
-Payload is read and written through integer views of the storage, never through the user's tensors. So copies
-are bit-exact for every dtype, need no kernel for rare dtypes, and are invisible to autograd.
+Payload is read and written through views of the storage in another dtype, never through the user's tensors.
+So copies are bit-exact for every dtype, need no kernel for rare dtypes, and are invisible to autograd.
 """
 
 import ctypes
@@ -39,7 +39,10 @@ DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstan
 
 
 class Memory(Struct, frozen=True, gc=False):
-    """The memory of a storage: byte 0 is byte `base` of a torch storage. For CPU memory, `device is CPU`."""
+    """The memory of a storage of a manifest: its byte 0 is byte `base` of the torch storage.
+
+    CPU memory has the object `CPU` as its device, because comparing identity is fast.
+    """
 
     storage: torch.UntypedStorage
     base: int
@@ -51,7 +54,7 @@ class Memory(Struct, frozen=True, gc=False):
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Raise StateError if this machine has less memory: Linux grants more, and kills the process later."""
+    """Raise StateError if this exceeds physical memory: Linux overcommits, and kills the process later."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > physical:
         raise StateError(
@@ -93,7 +96,7 @@ def tensor_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
 
 
 def _raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
-    """Create the same tensor with the _RAW dtype of its item size, because torch can't copy every dtype.
+    """Create the tensor of a spec with the _RAW dtype of its item size, because torch can't copy every dtype.
 
     Expanded dimensions have size one, because torch does not write a tensor whose items repeat.
     """
@@ -102,9 +105,9 @@ def _raw_over(memory: Memory, spec: TensorSpec) -> torch.Tensor:
 
 
 def _reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Tensor:
-    """Convert raw items of `spec`, so that `reader` reads the same values with its own conj and neg bits.
+    """Convert raw items from the conj and neg bits of `spec` to those of `reader`, keeping their values.
 
-    Sign bits are flipped instead of computing: torch can't negate every dtype, and may change a NaN's bits.
+    Sign bits are flipped directly: torch can't negate every dtype, and may change a NaN's bits.
     """
     neg, conj = spec.neg != reader.neg, spec.conj != reader.conj
     if not (neg or conj):
@@ -220,7 +223,7 @@ def copy_items(received: Memory, theirs: TensorSpec, memory: Memory, ours: Tenso
 def write_items(
     buffer: torch.Tensor, piece: Piece, theirs: TensorSpec, memory: Memory, ours: TensorSpec, *, covers: bool
 ) -> None:
-    """Write the items of an incoming tensor that a piece holds into a local tensor of another layout.
+    """Write one piece of an incoming tensor into a local tensor of another layout.
 
     Items arrive in the order of their addresses at the sender. A piece's range of items is split into a few
     boxes, and each box is one strided copy. With `covers`, the tensor is the whole extent, so the piece's

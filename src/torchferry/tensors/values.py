@@ -1,6 +1,6 @@
 """Values without tensors: MessagePack encodes some types itself, all others become a Special with a code.
 
-One `ValueKind` encodes and decodes one type. A subclass is another type.
+One `ValueKind` encodes and decodes one exact type; it does not apply to subclasses.
 """
 
 import enum
@@ -212,7 +212,7 @@ _KINDS = (
     ValueKind(6, slice, _Items, lambda s, encode: [*map(encode, (s.start, s.stop, s.step))],
               lambda wire: slice(*_list_from_wire(wire))),
     ValueKind(7, type(Ellipsis), None, lambda *_: None, lambda _: Ellipsis),
-    # In msgspec, a field can't be both str and bytes.
+    # MessagePack has bytes, but msgspec allows no field that is either str or bytes.
     ValueKind(8, bytes, bytes, lambda data, _: data, bytes),
     # Containers inside keys, sets and attributes. All others are branches of the manifest.
     ValueKind(16, tuple, _Items, lambda items, encode: [*map(encode, items)],

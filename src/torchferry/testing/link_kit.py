@@ -140,7 +140,7 @@ def receive_many(link: Link, peer: int, timeout_s: float) -> None:
 
 
 def send_abort(link: Link, peer: int, timeout_s: float) -> None:
-    """Abort a transfer whose next message is too short for an abort. If the link can't, send the message."""
+    """Abort a transfer whose next message is too short for an abort. If the link has no aborts, send it."""
     channel = _channel(link, peer, 5)
     pending = channel.send_abort(7, [4, 4096])
     for each in pending or [channel.send(_bytes(link, 5, 4)), channel.send(_bytes(link, 5, 4096))]:

@@ -95,7 +95,7 @@ def test_a_state_where_a_function_is_needed_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("limit", ["x", 0, -1, 1.5, True, None], ids=repr)
 def test_a_limit_that_is_not_a_positive_int_is_refused(limit: Any) -> None:
-    with pytest.raises(ValueError, match="max_metadata_bytes must be a number of bytes"):
+    with pytest.raises(ValueError, match="max_metadata_bytes must be a positive number of bytes"):
         PGTransport(SizedGroup(Mailboxes(), 1), 10, "cpu", max_metadata_bytes=limit)
 
 

@@ -59,7 +59,7 @@ def test_dropped_and_kept_paths_are_in_the_report_and_in_one_warning(warnings: l
     (message,) = warnings
     assert "rank 0" in message
     assert "3 paths dropped, which only the sender has: model.new, extra[0], extra[1]" in message
-    assert "2 paths left as they were, which only the local state has: model.old, mine" in message
+    assert "2 paths not changed, which only the local state has: model.old, mine" in message
     assert "3 paths dropped; 2 paths kept" in str(report)
 
 

@@ -157,7 +157,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.nn.Linear(1, 3, device="meta").weight,
         "local a tensor on the meta device: call `to_empty()` first",
     ),
-    "lazy": (lambda: torch.nn.LazyLinear(3).weight, "run a forward first"),
+    "lazy": (lambda: torch.nn.LazyLinear(3).weight, "run a forward pass first"),
     "a subclass": (lambda: torch.zeros(3).as_subclass(Subclass), "local a tensor of the class tests.unit."),
     "a wrapper": (lambda: TwoTensor(torch.zeros(3), torch.zeros(3)), "two_tensor.TwoTensor"),
     "quantized": (
@@ -193,5 +193,5 @@ def test_read_only_memory_is_a_mismatch(many: int, tmp_path: Path) -> None:
         )
     (mismatch,) = raised.value.mismatches
     assert mismatch.path == "fixed"
-    assert mismatch.local == "tensor in read-only memory: receive into a copy of it"
+    assert mismatch.local == "a tensor in read-only memory: receive into a copy of it"
     assert not any(tensor.any() for tensor in local.values())

@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["quantized", "dequantize"],
     ),
     "subclass": (lambda: torch.ones(2).as_subclass(Subclass), ["test_dense.Subclass", "as_subclass"]),
-    "uninitialized": (torch.nn.UninitializedParameter, ["a lazy parameter", "run a forward first"]),
+    "uninitialized": (torch.nn.UninitializedParameter, ["a lazy parameter", "run a forward pass first"]),
     "nested": (lambda: nested(torch.strided), ["nested", "made of"]),
     "jagged": (lambda: nested(torch.jagged), ["NestedTensor"]),
     "mkldnn": (lambda: torch.ones(2).to_mkldnn(), ["torch._mkldnn", "made of"]),

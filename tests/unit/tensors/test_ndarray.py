@@ -142,7 +142,7 @@ def test_in_place_a_read_only_array_is_not_overwritten() -> None:
     data = b"\x01" * 8
     local = numpy.frombuffer(data, "u1")
     with pytest.raises(
-        StateMismatch, match=r"a: kind: incoming ndarray .* local ndarray in read-only memory"
+        StateMismatch, match=r"a: kind: incoming ndarray .* local a ndarray in read-only memory"
     ):
         transfer({"a": numpy.arange(8, dtype="u1")}, into={"a": local})
     assert data == b"\x01" * 8

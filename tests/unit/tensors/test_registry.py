@@ -119,7 +119,7 @@ def test_register_returns_the_class() -> None:
 
 def test_a_second_type_with_the_same_name_is_refused() -> None:
     register(Loader)
-    with pytest.raises(BadArgument, match=r"registered as .*Loader already"):
+    with pytest.raises(BadArgument, match=r"registered as .*Loader: rename"):
         register(make_dataclass("Loader", ["epoch"], namespace={"__module__": __name__}))
 
 

@@ -165,7 +165,7 @@ def test_an_unknown_value_is_refused_with_its_path_type_and_advice(name: str) ->
 def test_an_unknown_key_is_refused_with_the_path_of_its_dict(key: Any) -> None:
     error = refusal_of({"model": {"w": 1}, "odd": {"b": 1, key: 2}})
     assert error.path == "odd"
-    assert str(error).startswith("odd: among its keys, a value of type ")
+    assert str(error).startswith("odd: one of its keys can't be sent: a value of type ")
 
 
 def test_a_tensor_as_a_key_is_refused() -> None:

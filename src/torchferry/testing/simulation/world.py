@@ -35,7 +35,7 @@ class Process:
         self.ended_s: float | None = None
         self.killed_s: float | None = None
         self.stopped_until_s = 0.0
-        self.awake_s: float | None = None
+        self.awake_s: float | None = None  # when the process may run next; None while it runs
         self._world = world
         self._body = body
         self._turn = _held_lock()
