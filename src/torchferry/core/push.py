@@ -33,10 +33,10 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
-    """The state of a receiver. Its fields are a label, `messages_pending`, `phase` (its name
-    in reports and errors), and the labels of the states that may follow it.
+    """The state of a receiver: a label, `messages_pending`, `phase`, and the states that may follow it.
 
-    With `messages_pending`, messages may still arrive: if the receiver fails, the group can't be used again.
+    `phase` is its name in reports and errors. With `messages_pending`, messages may still arrive: if the
+    receiver fails, the group can't be used again.
     """
 
     # The local state is described while the sender describes its own.

@@ -91,7 +91,7 @@ def test_one_transfer_at_a_time_holds_the_frames_of_a_peer() -> None:
     network = MemoryNetwork()
     with network.link(0).frames(1, "send", 1.0):
         # Another link of the same group, the other direction, and another peer.
-        with pytest.raises(LinkTimeout, match="rank 1 did not start in time"):
+        with pytest.raises(LinkTimeout, match="rank 1 still exchanges its frame"):
             network.link(0).frames(1, "send", 0.01).__enter__()
         with network.link(0).frames(1, "receive", 0.01), network.link(0).frames(2, "send", 0.01):
             pass
