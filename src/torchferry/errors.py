@@ -258,7 +258,7 @@ class SendFailed(LinkError):
         self.delivered, self.failed = tuple(delivered), dict(failed)
         ranks = "ranks" if len(self.failed) > 1 else "rank"
         missed, reached = ", ".join(map(str, self.failed)), ", ".join(map(str, self.delivered)) or "none"
-        lines = [f"rank {rank}: {error}" for rank, error in self.failed.items()]
+        lines = [f"rank {rank}: {error.what}" for rank, error in self.failed.items()]
         what = f"sending to {ranks} {missed} failed (completed: {reached}):\n  " + "\n  ".join(lines)
         super().__init__(what, phase="send tensors")
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -86,10 +86,12 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 
 def no_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept(self: Sink, first: int, expected: Sequence[int]) -> None:
-        self._states[first : first + len(expected)] = bytes([ChunkState.WHOLE]) * len(expected)
+    def accept(self: Sink) -> None:
+        for number in self._digests.keys() & self._expected.keys():
+            self._digests.pop(number)
+            self._settle(number, ChunkState.WHOLE)
 
-    monkeypatch.setattr(Sink, "compare_digests", accept)
+    monkeypatch.setattr(Sink, "verify", accept)
 
 
 def no_frame_digest(monkeypatch: pytest.MonkeyPatch) -> None:

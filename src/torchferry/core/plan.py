@@ -6,7 +6,6 @@ from msgspec import Struct
 
 from torchferry.core.extents import Extent, extents_of, split
 from torchferry.core.manifest import Manifest
-from torchferry.core.push import DigestBlock
 
 CHUNK_BYTES = 8 << 20
 """Larger extents are split. Below 4 MiB, chunks are slower through gloo; larger ones need more memory."""
@@ -29,11 +28,6 @@ PACKED_BYTES = 1 << 20
 
 SAMPLE_BYTES = 4 << 10
 """The bytes at each end of a chunk that are read again to detect changes."""
-
-BLOCK_CHUNKS = 64
-"""The chunks per digest block: 512 MiB. More blocks find damage earlier, but delay hashing."""
-BLOCK_LAG = 8
-"""How many chunks a digest block is sent after its last chunk, which is hashed meanwhile."""
 
 MAX_CHUNKS = 1 << 18
 """The most chunks of a plan: 2 TiB. A hostile manifest could ask for any number."""
@@ -66,19 +60,6 @@ class Plan(NamedTuple):
     payload_bytes: int
     chunk_bytes: int
     pack_bytes: int
-
-    def sequence(self, *, digest_blocks: bool) -> list[Chunk | DigestBlock]:
-        """Return the chunks, and with `digest_blocks` also the digest blocks, in order."""
-        if not digest_blocks:
-            return list(self.chunks)
-        sequence: list[Chunk | DigestBlock] = []
-        count, sent = len(self.chunks), 0
-        for first in range(0, count, BLOCK_CHUNKS):
-            end = min(first + BLOCK_CHUNKS, count)
-            sequence += self.chunks[sent : end + BLOCK_LAG]
-            sequence.append(DigestBlock(first, end, end == count))
-            sent = end + BLOCK_LAG
-        return sequence
 
 
 def make_plan(

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from msgspec import Struct
 
 from torchferry.core.manifest import Count
+from torchferry.core.plan import Chunk, Plan
 from torchferry.errors import BadManifest
 
 
@@ -153,6 +154,26 @@ def decode_block(block: DigestBlock, data: bytes) -> tuple[bytes, tuple[int, ...
     count = block.end - block.first
     changed, *digests = struct.unpack_from(f"<{count + 1}Q", data, NONCE_BYTES)
     return data[:NONCE_BYTES], tuple(digests), changed != 0
+
+
+BLOCK_CHUNKS = 64
+"""The chunks per digest block: 512 MiB. More blocks find damage earlier, but delay hashing."""
+BLOCK_LAG = 8
+"""How many chunks a digest block is sent after its last chunk, which is hashed meanwhile."""
+
+
+def payload_order(plan: Plan, *, digest_blocks: bool) -> list[Chunk | DigestBlock]:
+    """Return the chunks of a plan, and with `digest_blocks` also the digest blocks, as they are sent."""
+    if not digest_blocks:
+        return list(plan.chunks)
+    found: list[Chunk | DigestBlock] = []
+    count, sent = len(plan.chunks), 0
+    for first in range(0, count, BLOCK_CHUNKS):
+        end = min(first + BLOCK_CHUNKS, count)
+        found += plan.chunks[sent : end + BLOCK_LAG]
+        found.append(DigestBlock(first, end, end == count))
+        sent = end + BLOCK_LAG
+    return found
 
 
 HASH_FIRST_BYTES = 1 << 20

@@ -24,6 +24,7 @@ from torchferry.core.push import (
     Route,
     check_length,
     decode_block,
+    payload_order,
 )
 from torchferry.core.report import Report
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
@@ -259,11 +260,15 @@ class _Receive(Transfer[ReceiveOptions]):
     def _drain(self, frame: Frame, plan: Plan, rejection: Exception) -> None:
         """Receive all messages and drop them, so that the sender can finish."""
         self._enter(ReceiverState.DRAINING)
+        progress = self._progress
         try:
             self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
             self._enter(ReceiverState.REJECTED)
         except FerryError as error:
             rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
+        finally:
+            # The rejected state is the sender's, whoever forwards it.
+            self._progress = progress
 
     def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> "_Payload":
         """Receive all messages, and forward them if the route asks for it."""
@@ -275,7 +280,7 @@ class _Receive(Transfer[ReceiveOptions]):
             window_bytes //= 2
             relay = Relay(
                 self._link.channel(self._route.next, frame.transfer),
-                [item.nbytes for item in sink.plan.sequence(digest_blocks=frame.digest_blocks)],
+                [item.nbytes for item in payload_order(sink.plan, digest_blocks=frame.digest_blocks)],
                 Progress(self._route.next, payload_bytes),
                 window_bytes,
                 self._workspace.staging,
@@ -383,11 +388,13 @@ class _Payload:
     def __post_init__(self) -> None:
         self.verify &= self.frame.digest_blocks or self.frame.digests is not None
         self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
+        if self.verify and self.frame.digests is not None:
+            self.sink.expect(0, self.frame.digests)
 
     def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
         """Receive everything. Damage is recorded, not raised, so that the sender can finish."""
         window = Window(self._arrived, window_bytes, in_place_window_bytes)
-        for item in self.sink.plan.sequence(digest_blocks=self.frame.digest_blocks):
+        for item in payload_order(self.sink.plan, digest_blocks=self.frame.digest_blocks):
             place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Chunk) else None
             yield from window.make_room(item.nbytes, in_place=place is not None)
             if self.relay is not None and isinstance(item, Chunk) and place is None:
@@ -402,9 +409,12 @@ class _Payload:
                 buffer = self.staging.take(item.nbytes, pinned=self.sink.pinned)
             else:
                 buffer = self.sink.open(item, place)
-            pending = self._channel.recv(buffer)
-            if isinstance(item, Chunk) and place is not None:
-                self.sink.mark(item.number, item.number + 1, ChunkState.WRITTEN)
+            try:
+                pending = self._channel.recv(buffer)
+            except LinkError:
+                if isinstance(item, Chunk) and place is not None:
+                    self.sink.mark(item.number, item.number + 1, ChunkState.UNTOUCHED)
+                raise
             window.add(InFlight(buffer, item, place is not None), pending)
         yield from window.complete_all()
 
@@ -425,10 +435,10 @@ class _Payload:
             self.sink.add_digest(chunk, buffer)
         self.sink.write(chunk, buffer)
         # A chunk is whole when it is written, not when it has arrived.
-        if not self.verify:
-            self.sink.mark(chunk.number, chunk.number + 1, ChunkState.WHOLE)
-        elif self.frame.digests is not None:
-            self.sink.compare_digests(chunk.number, [self.frame.digests[chunk.number]])
+        if self.verify:
+            self.sink.verify()
+        else:
+            self.sink.accept(chunk)
 
     def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
         nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))
@@ -438,7 +448,8 @@ class _Payload:
             return
         self.state_changed |= changed
         if self.verify:
-            self.sink.compare_digests(block.first, digests)
+            self.sink.expect(block.first, digests)
+            self.sink.verify()
 
     def raise_if_unusable(self, sender: int) -> None:
         """Raise the error of a payload that arrived but can't be used."""

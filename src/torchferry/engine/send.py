@@ -18,6 +18,7 @@ from torchferry.core.push import (
     SenderState,
     chain,
     encode_block,
+    payload_order,
 )
 from torchferry.core.report import Report
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
@@ -125,7 +126,7 @@ class _Send(Transfer[SendOptions]):
             raise
         self._raise_failures(lanes)
         if not self._frame.digest_blocks:
-            self._source.find_changes(read_all=self._frame.digests is not None)
+            self._source.find_changes()
         if paths := self._source.changed_paths():
             raise StateChanged(paths)
         return Report(
@@ -233,10 +234,10 @@ class _Send(Transfer[SendOptions]):
 
     def _send_payload(self, progress: Progress, cancellation: Cancellation, window: Window) -> Steps[None]:
         channel = self._link.channel(progress.peer, self._transfer_id)
-        sequence = self._source.plan.sequence(digest_blocks=self._frame.digest_blocks)
+        items = payload_order(self._source.plan, digest_blocks=self._frame.digest_blocks)
         posted = 0
         try:
-            for item in sequence:
+            for item in items:
                 message = yield from self._read(item, window)
                 cancellation.raise_if_cancelled()
                 window.add(message, channel.send(message.buffer))
@@ -247,7 +248,7 @@ class _Send(Transfer[SendOptions]):
         except Exception as error:
             # On a failed link, an abort would fail too.
             if cancellation.is_set or not isinstance(error, LinkError):
-                expected = [item.nbytes for item in sequence[posted:]]
+                expected = [item.nbytes for item in items[posted:]]
                 if abort := channel.send_abort(self._frame.origin, expected):
                     while window:
                         yield from window.pop()

@@ -5,6 +5,7 @@ of the local state are whole, torn and untouched.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,8 +13,9 @@ from itertools import groupby
 import torch
 
 from torchferry.core.codec import EncodedManifest
-from torchferry.core.compare import Extra, compare, tensor_pairs
+from torchferry.core.compare import Comparison, Extra, compare, tensor_pairs
 from torchferry.core.destinations import IDENTICAL, DestinationMap, Destinations, Direct, place_in_local_state
+from torchferry.core.extents import TooIrregular, are_disjoint, footprint
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
@@ -61,7 +63,8 @@ class Sink:
         self.pinned = self.local is not None and not self.local.is_all_cpu
         self._scratch: dict[int, Memory] = {}
         self._states = bytearray(len(self.plan.chunks))
-        self._digests: dict[int, int] = {}
+        self._digests: dict[int, int] = {}  # of chunks whose expected digest is not known yet
+        self._expected: dict[int, int] = {}  # of chunks that have not been hashed yet
         self._opened: dict[int, Direct] = {}
 
     def direct_place(self, chunk: Chunk, can_access: Callable[[torch.device], bool]) -> Direct | None:
@@ -73,20 +76,29 @@ class Sink:
         return next((place for place in places if can_access(self._memory(place).device)), None)
 
     def open(self, chunk: Chunk, place: Direct) -> torch.Tensor:
-        """Return the memory of a place, for the link to write. The caller then marks the chunk as WRITTEN."""
+        """Return the memory of a place, for the link to write. The chunk counts as written from now on."""
         if self.fresh is not None:
             self.fresh.fault_in(chunk.pieces[0])
+        memory = run_of(self._memory(place), chunk.pieces[0])
         self._opened[chunk.number] = place
-        return run_of(self._memory(place), chunk.pieces[0])
+        self._states[chunk.number] = ChunkState.WRITTEN
+        return memory
 
     def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Write the pieces of a chunk to all their places, except the one that `open` gave to the link."""
+        """Write the pieces of a chunk to all their places, except the one that `open` gave to the link.
+
+        A chunk that is whole is not written again.
+        """
+        if self._states[chunk.number] == ChunkState.WHOLE:
+            return
         opened = self._opened.pop(chunk.number, None)
         if self.local is not None:
             self._write_to(self.local, chunk, buffer, opened)
-        elif self.fresh is not None and self.failure is None and opened is None:
+        elif self.fresh is not None and self.failure is None:
             try:
-                self.fresh.unpack(chunk.pieces, buffer)
+                if opened is None:
+                    self.fresh.unpack(chunk.pieces, buffer)
+                self._states[chunk.number] = ChunkState.WRITTEN
             except StateError as error:
                 self.failure = error
 
@@ -95,7 +107,7 @@ class Sink:
     ) -> None:
         if self.destinations.identical:
             if opened is None:
-                self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
+                self._states[chunk.number] = ChunkState.WRITTEN
                 memories = [local.memories[piece.storage] for piece in chunk.pieces]
                 self._scatter(chunk.pieces, memories, buffer)
             return
@@ -104,7 +116,7 @@ class Sink:
             others = tuple(place for place in destinations[0].direct if place != opened)
             destinations = [Destinations(others, destinations[0].itemwise)]
         elif any(destination.direct or destination.itemwise for destination in destinations):
-            self.mark(chunk.number, chunk.number + 1, ChunkState.WRITTEN)
+            self._states[chunk.number] = ChunkState.WRITTEN
         else:
             return
         start = 0
@@ -139,15 +151,32 @@ class Sink:
         """Hash a received chunk."""
         self._digests[chunk.number] = digest(buffer)
 
-    def compare_digests(self, first: int, expected: Sequence[int]) -> None:
-        """Compare the digests of received chunks, from the chunk `first` on, with those of the sender."""
-        for number, expected_digest in enumerate(expected, first):
-            matches = self._digests.pop(number, None) == expected_digest
-            self._states[number] = ChunkState.WHOLE if matches else ChunkState.DAMAGED
+    def expect(self, first: int, digests: Sequence[int]) -> None:
+        """Note the digests of the sender, from the chunk `first` on."""
+        self._expected.update(enumerate(digests, first))
+
+    def verify(self) -> None:
+        """Compare the digests of hashed chunks with the expected ones: each chunk is whole or damaged."""
+        for number in self._digests.keys() & self._expected.keys():
+            matches = self._digests.pop(number) == self._expected.pop(number)
+            self._settle(number, ChunkState.WHOLE if matches else ChunkState.DAMAGED)
+
+    def accept(self, chunk: Chunk) -> None:
+        """Count a chunk that was written as whole without verification."""
+        self._settle(chunk.number, ChunkState.WHOLE)
+
+    def _settle(self, number: int, state: ChunkState) -> None:
+        # A chunk that was dropped stays untouched, but its damage counts.
+        if self._states[number] == ChunkState.WRITTEN or state == ChunkState.DAMAGED:
+            self._states[number] = state
 
     def mark(self, first: int, end: int, state: ChunkState) -> None:
         """Set the state of the chunks from `first` to `end`."""
         self._states[first:end] = bytes([state]) * (end - first)
+
+    def missing(self) -> list[int]:
+        """List the chunks that are not whole."""
+        return [number for number, state in enumerate(self._states) if state != ChunkState.WHOLE]
 
     def unmark_whole(self) -> None:
         """Mark whole chunks as WRITTEN, so that their paths count as torn."""
@@ -286,8 +315,27 @@ def target_in_place(
         assemble,
         dropped=incoming_only if extra == "drop" else (),
         fresh=incoming_only if extra == "fresh" else (),
-        kept=tuple(format_path(path) for path, _ in comparison.local_only),
+        kept=tuple(format_path(path) for path in _unwritten_paths(local.manifest, comparison, sink.written)),
     )
+
+
+def _unwritten_paths(local: Manifest, comparison: Comparison, written: Collection[int]) -> list[Path]:
+    """List the paths that only the local state has, without those that share memory with a written tensor."""
+    in_storage: defaultdict[int, list[int]] = defaultdict(list)
+    for number in written if comparison.local_only else ():
+        in_storage[local.tensors[number].storage].append(number)
+
+    def is_written(part: int) -> bool:
+        spec = local.tensors[part]
+        others = [local.tensors[number] for number in in_storage[spec.storage]]
+        try:
+            return any(not are_disjoint(footprint(spec) + footprint(other)) for other in others)
+        except TooIrregular:
+            return True
+
+    return [
+        path for path, leaf in comparison.local_only if not any(map(is_written, local.leaves[leaf].parts))
+    ]
 
 
 _SHARD_HINT = (

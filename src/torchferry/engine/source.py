@@ -1,7 +1,7 @@
 """A source: the chunks of a described state, their digests, and whether the state changed."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,10 @@ class Source:
     def __post_init__(self) -> None:
         self.digests = [NOT_HASHED] * len(self.plan.chunks)
         self._pinned = not self.description.is_all_cpu
-        self._samples: list[list[int]] = []
+        self._samples: list[list[int | None]] = []
+        self._piece_digests: dict[int, list[int]] = {}  # by chunk, where changes are found by reading again
+        tensors = self.description.manifest.tensors
+        self._uncounted = {tensors[number].storage for number in self.description.uncounted}
         self._changed: set[int] = set()  # storages
 
     def must_stage(self, chunk: Chunk) -> bool:
@@ -82,57 +85,58 @@ class Source:
         """Hash a chunk that was read, unless its digest is known."""
         if self.digests[chunk.number] == NOT_HASHED:
             self.digests[chunk.number] = digest(buffer)
+            if not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces):
+                self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer)
 
     def hash_all(self) -> None:
-        """Hash every chunk."""
-        self.digests = [self._read_and_hash(chunk) for chunk in self.plan.chunks]
-
-    def _read_and_hash(self, chunk: Chunk) -> int:
-        buffer = self.read(chunk)
-        found = digest(buffer)
-        self.release(chunk, buffer)
-        return found
+        """Hash every chunk, and every piece, so that `find_changes` can tell which piece changed."""
+        for chunk in self.plan.chunks:
+            buffer = self.read(chunk)
+            self.digests[chunk.number] = digest(buffer)
+            self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer)
+            self.release(chunk, buffer)
 
     def take_samples(self) -> None:
         """Hash a few bytes of every chunk, so that `find_changes` can compare them later."""
         self._samples = [self._sample(chunk) for chunk in self.plan.chunks]
 
-    def _sample(self, chunk: Chunk) -> list[int]:
-        """Hash a few bytes at both ends of a chunk; return an empty list if its memory was freed."""
-        ends = samples_of(chunk.pieces[0], chunk.pieces[-1])
-        try:
-            return [xxh3_64_intdigest(peek(self.description.memories[end.storage], end)) for end in ends]
-        except (RuntimeError, StateError):
-            return []
+    def _sample(self, chunk: Chunk) -> list[int | None]:
+        """Hash a few bytes at both ends of a chunk; None where the memory was freed."""
+        digests: list[int | None] = []
+        for end in samples_of(chunk.pieces[0], chunk.pieces[-1]):
+            try:
+                digests.append(xxh3_64_intdigest(peek(self.description.memories[end.storage], end)))
+            except (RuntimeError, StateError):
+                digests.append(None)
+        return digests
 
-    def find_changes(self, *, read_all: bool = False) -> bool:
+    def find_changes(self) -> bool:
         """Look for changes since the state was described, and return whether there are any.
 
         Torch counts its own writes. A write that bypasses the counters (`.data`, an ndarray over the same
-        memory) is found if it changes a sampled byte. Tensors without a counter are read and hashed again;
-        with `read_all`, all tensors are.
+        memory) is found if it changes a sampled byte. Chunks with tensors without a counter are read and
+        hashed again; after `hash_all`, all chunks are.
         """
         tensors = self.description.manifest.tensors
         self._changed |= {tensors[number].storage for number in self.description.changed_tensors()}
         # Without `take_samples`, there are none.
-        for chunk, sample in zip(self.plan.chunks, self._samples, strict=False):
-            if sample != self._sample(chunk):
-                self._changed |= {chunk.pieces[0].storage, chunk.pieces[-1].storage}
-        uncounted = {tensors[number].storage for number in self.description.uncounted}
-        for chunk in self.plan.chunks if uncounted or read_all else ():
-            storages = {piece.storage for piece in chunk.pieces}
-            unsure = storages if read_all else storages & uncounted
-            if unsure and self._differs(chunk):
-                self._changed |= unsure
+        for chunk, before in zip(self.plan.chunks, self._samples, strict=False):
+            ends = chunk.pieces[0], chunk.pieces[-1]
+            pairs = zip(ends, before, self._sample(chunk), strict=True)
+            self._changed |= {piece.storage for piece, earlier, now in pairs if earlier != now}
+        for number, digests in self._piece_digests.items():
+            self._changed |= self._differing(self.plan.chunks[number], digests)
         return bool(self._changed)
 
-    def _differs(self, chunk: Chunk) -> bool:
-        """Return whether the bytes of a chunk, read again, have another digest than before."""
-        before = self.digests[chunk.number]
+    def _differing(self, chunk: Chunk, before: Sequence[int]) -> set[int]:
+        """Return the storages of pieces that, read again, have other digests than before."""
         try:
-            return before != NOT_HASHED and before != self._read_and_hash(chunk)
+            buffer = self.read(chunk)
         except StateError:
-            return True
+            return {piece.storage for piece in chunk.pieces}
+        pairs = zip(chunk.pieces, before, _digest_pieces(chunk, buffer), strict=True)
+        self.release(chunk, buffer)
+        return {piece.storage for piece, earlier, now in pairs if earlier != now}
 
     def changed_paths(self) -> list[str]:
         """Return the paths of the leaves in storages that `find_changes` found changed."""
@@ -142,3 +146,7 @@ class Source:
         return [
             format_path(path) for path, leaf in found if not changed.isdisjoint(manifest.leaves[leaf].parts)
         ]
+
+
+def _digest_pieces(chunk: Chunk, buffer: torch.Tensor) -> list[int]:
+    return [digest(piece) for piece in buffer.split([piece.nbytes for piece in chunk.pieces])]

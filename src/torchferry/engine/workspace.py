@@ -23,14 +23,15 @@ from torchferry.tensors.kinds import RebuildContext
 
 T = TypeVar("T")
 
-_MAX_KEY_BYTES = 8 << 20
-"""Nothing is kept of longer encodings. A state of 131,072 tensors has about that much."""
+_MAX_ENTRY_BYTES = 8 << 20
+"""An entry counts as many bytes as its key has, or more if it is a plan of many chunks. Larger entries are
+not kept. The manifest of 131,072 tensors has about that much."""
 
-_MAX_BYTES = 4 * _MAX_KEY_BYTES
-"""How long all keys may be together. A state has about four times its encoding as keys, and what is kept of
-it takes about 0.8 KB for each tensor."""
+_MAX_BYTES = 4 * _MAX_ENTRY_BYTES
+"""The limit for all entries together. A state has about four, which take about 0.8 KB for each tensor."""
 
-_MIN_KEY_BYTES = 1 << 10
+_MIN_ENTRY_BYTES = 1 << 10
+_PIECE_BYTES = 48
 
 
 class Workspace:
@@ -87,19 +88,21 @@ class Workspace:
         made = make()
         # Values belong to the caller that receives them, and are decoded anew each time.
         has_values = isinstance(made, Prepared) and made.values
-        if _key_bytes(key) <= _MAX_KEY_BYTES and not has_values:
+        if _cost(key, made) <= _MAX_ENTRY_BYTES and not has_values:
             with self._lock:
                 if key not in self._entries:
-                    self._nbytes += _key_bytes(key)
+                    self._nbytes += _cost(key, made)
                 self._entries[key] = made
                 while self._nbytes > _MAX_BYTES:
-                    self._nbytes -= _key_bytes(self._entries.popitem(last=False)[0])
+                    self._nbytes -= _cost(*self._entries.popitem(last=False))
         return made
 
 
-def _key_bytes(key: tuple[object, ...]) -> int:
-    # A state without tensors has short keys too.
-    return _MIN_KEY_BYTES + sum(len(part) for part in key if isinstance(part, bytes))
+def _cost(key: tuple[object, ...], made: object) -> int:
+    """Return what an entry counts. A short manifest may have a plan of many chunks, or no tensors at all."""
+    key_bytes = sum(len(part) for part in key if isinstance(part, bytes))
+    pieces = sum(1 + len(chunk.pieces) for chunk in made.chunks) if isinstance(made, Plan) else 0
+    return _MIN_ENTRY_BYTES + max(key_bytes, _PIECE_BYTES * pieces)
 
 
 _MIN_KEPT_BYTES = 64 << 10

@@ -89,19 +89,26 @@ def describe_target(state: object) -> Description:
         return Leaf(OPAQUE, fixed=_why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
     described = _describe(state, opaque_leaf)
-    tensors = described.manifest.tensors
-    read_only = _find_read_only(described.memories)
-    # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
-    if not read_only and not described.uncounted:
-        return described
-    leaves = tuple(
-        Leaf(OPAQUE, fixed=f"a {leaf.kind} in read-only memory: receive into a copy of it")
-        if (leaf.kind == NDARRAY.name and not leaf.traits)
-        or any(tensors[part].storage in read_only for part in leaf.parts)
-        else leaf
-        for leaf in described.manifest.leaves
+    manifest = described.manifest
+    used = sorted(
+        (memory.storage.data_ptr() + memory.base, nbytes, number)
+        for number, (memory, nbytes) in enumerate(zip(described.memories, manifest.storages, strict=True))
+        if nbytes and memory.device is CPU
     )
-    return replace(described, manifest=msgspec.structs.replace(described.manifest, leaves=leaves))
+    unwritable = dict.fromkeys(_find_overlapping(used), _OVERLAPPING)
+    unwritable |= dict.fromkeys(_find_read_only(used), _READ_ONLY)
+    # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
+    if not unwritable and not described.uncounted:
+        return described
+
+    def checked(leaf: Leaf) -> Leaf:
+        reasons = [unwritable.get(manifest.tensors[part].storage) for part in leaf.parts]
+        reasons += [_READ_ONLY] if leaf.kind == NDARRAY.name and not leaf.traits else []
+        reason = next(filter(None, reasons), None)
+        return leaf if reason is None else Leaf(OPAQUE, fixed=f"a {leaf.kind} {reason}")
+
+    leaves = tuple(map(checked, manifest.leaves))
+    return replace(described, manifest=msgspec.structs.replace(manifest, leaves=leaves))
 
 
 def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
@@ -305,11 +312,30 @@ def holds_tensors(value: object) -> bool:
     return False
 
 
+_READ_ONLY = "in read-only memory: receive into a copy of it"
+_OVERLAPPING = "whose memory overlaps that of another tensor, at a misaligned distance: clone() one of them"
+
+
+def _find_overlapping(used: Sequence[tuple[int, int, int]]) -> set[int]:
+    """Return the storages that overlap another one. That happens only where their items are misaligned.
+
+    `used` has the address, the size in bytes and the number of each storage on the CPU, by address.
+    """
+    found: set[int] = set()
+    end, last = 0, 0
+    for start, nbytes, number in used:
+        if start < end:
+            found |= {last, number}
+        if start + nbytes > end:
+            end, last = start + nbytes, number
+    return found
+
+
 _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
-def _find_read_only(memories: Sequence[Memory]) -> set[int]:
-    """Return the numbers of the memories in read-only pages. Empty on systems without /proc."""
+def _find_read_only(used: Sequence[tuple[int, int, int]]) -> set[int]:
+    """Return the storages in read-only pages. Empty on systems without /proc."""
     try:
         with open("/proc/self/maps", "rb") as maps:
             ranges = [(int(low, 16), int(high, 16)) for low, high in _READ_ONLY_RANGE.findall(maps.read())]
@@ -317,11 +343,9 @@ def _find_read_only(memories: Sequence[Memory]) -> set[int]:
         return set()
     ends = [high for _, high in ranges]
     found = set()
-    for number, memory in enumerate(memories):
-        if memory.device is CPU and memory.storage.nbytes() > memory.base:
-            address = memory.storage.data_ptr()
-            # The first range that ends after the memory starts.
-            nearest = bisect_right(ends, address + memory.base)
-            if nearest < len(ranges) and ranges[nearest][0] < address + memory.storage.nbytes():
-                found.add(number)
+    for start, nbytes, number in used:
+        # The first range that ends after the storage starts.
+        nearest = bisect_right(ends, start)
+        if nearest < len(ranges) and ranges[nearest][0] < start + nbytes:
+            found.add(number)
     return found

@@ -6,18 +6,14 @@ import pytest
 
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import (
-    BLOCK_CHUNKS,
-    BLOCK_LAG,
     CHUNK_BYTES,
     MAX_CHUNKS,
     PACK_BYTES,
     PACK_FROM,
     PACKED_BYTES,
-    Chunk,
     TooManyChunks,
     make_plan,
 )
-from torchferry.core.push import DigestBlock
 
 
 def state(*tensors: TensorSpec) -> Manifest:
@@ -59,24 +55,6 @@ def test_a_plan_with_too_many_chunks_is_refused(pack_bytes: int) -> None:
     huge = TensorSpec("uint8", 1, (MAX_CHUNKS * CHUNK_BYTES + 1,), (1,), 0, 0)
     with pytest.raises(TooManyChunks):
         make_plan(state(huge), pack_bytes=pack_bytes)
-
-
-def test_every_chunk_is_in_one_digest_block_that_follows_it() -> None:
-    for count in (1, BLOCK_CHUNKS, BLOCK_CHUNKS + 1, 5 * BLOCK_CHUNKS + 3):
-        plan = make_plan(state(*tensors(count, PACK_BYTES)))
-        sequence = plan.sequence(digest_blocks=True)
-        blocks = [item for item in sequence if isinstance(item, DigestBlock)]
-        assert [n for block in blocks for n in range(block.first, block.end)] == list(range(len(plan.chunks)))
-        assert [block.is_last for block in blocks] == [False] * (len(blocks) - 1) + [True]
-        sent = 0
-        for item in sequence:
-            if isinstance(item, Chunk):
-                sent = item.number + 1
-            else:
-                assert item.end <= sent <= item.end + BLOCK_LAG, "soon after its chunks, and not before"
-        assert sequence[-1] == blocks[-1]
-        assert [item for item in sequence if isinstance(item, Chunk)] == list(plan.chunks)
-        assert plan.sequence(digest_blocks=False) == list(plan.chunks)
 
 
 def test_a_large_tensor_is_split_into_consecutive_chunks() -> None:

@@ -6,8 +6,12 @@ from enum import Enum
 
 import pytest
 
+from torchferry.core.manifest import Manifest, TensorSpec
+from torchferry.core.plan import PACK_BYTES, Chunk, make_plan
 from torchferry.core.push import (
     ABORT_BYTES,
+    BLOCK_CHUNKS,
+    BLOCK_LAG,
     NONCE_BYTES,
     DigestBlock,
     Machine,
@@ -18,6 +22,7 @@ from torchferry.core.push import (
     decode_block,
     encode_abort,
     encode_block,
+    payload_order,
 )
 from torchferry.core.report import Report
 from torchferry.errors import BadManifest
@@ -110,3 +115,22 @@ def test_a_report_adds_up_and_reads_well() -> None:
     assert Report((), 0, 0, 0, {}).bytes_per_second == 0
     assert "with no peer" in str(Report((), 0, 0, 0, {}))
     assert "with rank 0 through rank 2" in str(Report((0,), 1, 1, 1, {}, forwarded_by=2))
+
+
+def test_every_chunk_is_in_one_digest_block_that_follows_it() -> None:
+    for count in (1, BLOCK_CHUNKS, BLOCK_CHUNKS + 1, 5 * BLOCK_CHUNKS + 3):
+        tensors = tuple(TensorSpec("uint8", 1, (PACK_BYTES,), (1,), n, 0) for n in range(count))
+        plan = make_plan(Manifest(0, (), (), tensors, (PACK_BYTES,) * count))
+        order = payload_order(plan, digest_blocks=True)
+        blocks = [item for item in order if isinstance(item, DigestBlock)]
+        assert [n for block in blocks for n in range(block.first, block.end)] == list(range(len(plan.chunks)))
+        assert [block.is_last for block in blocks] == [False] * (len(blocks) - 1) + [True]
+        sent = 0
+        for item in order:
+            if isinstance(item, Chunk):
+                sent = item.number + 1
+            else:
+                assert item.end <= sent <= item.end + BLOCK_LAG, "soon after its chunks, and not before"
+        assert order[-1] == blocks[-1]
+        assert [item for item in order if isinstance(item, Chunk)] == list(plan.chunks)
+        assert payload_order(plan, digest_blocks=False) == list(plan.chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
 from torchferry.core import codec
+from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import make_plan
 from torchferry.engine import Workspace, workspace
 from torchferry.errors import StateMismatch, Unsendable
@@ -208,12 +210,22 @@ LARGE: dict[str, Callable[[], dict[object, object]]] = {
 def test_long_parts_of_a_manifest_are_not_kept(
     workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch, large: Callable[[], dict[object, object]]
 ) -> None:
-    monkeypatch.setattr(workspace, "_MAX_KEY_BYTES", 2000)
+    monkeypatch.setattr(workspace, "_MAX_ENTRY_BYTES", 2000)
     for into in (None, large()):
         transfer(large(), into=into, workspaces=workspaces)
         for each in workspaces:
-            assert all(workspace._key_bytes(key) <= 2000 for key in each._entries)
+            assert all(workspace._cost(*entry) <= 2000 for entry in each._entries.items())
             assert "manifest" not in {key[0] for key in each._entries}
+
+
+def test_a_plan_of_many_chunks_is_not_kept_for_its_short_manifest() -> None:
+    shared = Workspace(torch.device("cpu"))
+    manifest = Manifest(
+        0, (), (Leaf("tensor", (0,)),), (TensorSpec("uint8", 1, (1 << 22,), (1,), 0, 0),), (1 << 22,)
+    )
+    encoded = shared.encode(manifest)
+    assert len(shared.plan(encoded, 16).chunks) == 1 << 18
+    assert not [key for key in shared._entries if key[0] == "plan"]
 
 
 def test_the_oldest_entries_are_removed_first(
@@ -223,7 +235,7 @@ def test_the_oldest_entries_are_removed_first(
     for number in range(20):
         transfer({str(number): torch.ones(number + 1)}, workspaces=workspaces)
         for each in workspaces:
-            assert each._nbytes == sum(map(workspace._key_bytes, each._entries)) <= 30_000
+            assert each._nbytes == sum(starmap(workspace._cost, each._entries.items())) <= 30_000
     assert_same(transfer({"0": torch.ones(1)}, workspaces=workspaces).state, {"0": torch.ones(1)})
 
 

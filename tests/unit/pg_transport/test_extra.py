@@ -63,6 +63,16 @@ def test_dropped_and_kept_paths_are_in_the_report_and_in_one_warning(warnings: l
     assert "3 paths dropped; 2 paths kept" in str(report)
 
 
+def test_a_local_path_that_shares_memory_with_a_written_tensor_is_not_kept() -> None:
+    weight, halves = torch.zeros(4), torch.zeros(8)
+    local = {"w": weight, "tied": weight, "half": halves[:4], "all": halves, "rest": halves[4:]}
+    transports = TransportPair(local, strict=False)
+    transports.transfer({"w": torch.ones(4), "half": torch.ones(4)})
+    assert transports.receiver.last_report is not None
+    assert transports.receiver.last_report.kept == ("rest",)
+    assert torch.equal(local["tied"], torch.ones(4))
+
+
 def test_a_long_list_is_shortened_in_the_warning_and_complete_in_the_report(warnings: list[str]) -> None:
     transports = TransportPair({"w": torch.zeros(2)}, strict=False)
     transports.transfer({"w": torch.ones(2), **{f"x{n}": n for n in range(100)}})

@@ -127,6 +127,21 @@ def test_overlapping_memory_whose_items_are_not_aligned_to_each_other_still_arri
     assert torch.equal(received["odd"], state["odd"])
 
 
+def test_local_tensors_that_overlap_misaligned_are_not_written() -> None:
+    """They are two storages, so nothing else finds that one would overwrite the other."""
+    raw = bytearray(40)
+    local = {
+        "words": torch.frombuffer(raw, dtype=torch.int64, count=4),
+        "odd": torch.frombuffer(raw, dtype=torch.int64, offset=4, count=4),
+    }
+    with pytest.raises(StateMismatch, match="overlaps that of another tensor") as raised:
+        transfer(
+            {"words": torch.ones(4, dtype=torch.int64), "odd": torch.zeros(4, dtype=torch.int64)}, into=local
+        )
+    assert [mismatch.path for mismatch in raised.value.mismatches] == ["words", "odd"]
+    assert not any(raw)
+
+
 def test_views_that_start_anywhere_in_shared_memory_share_it_for_every_item_size() -> None:
     """The first view starts at byte 8, where an item of 16 bytes can't start."""
     array = torch.arange(10.0, dtype=torch.float64).numpy()
