@@ -194,7 +194,9 @@ class _Send(Transfer[SendOptions]):
         gloo wait times out, gloo closes all connections; if a process exits while a thread waits without a
         timeout, the process aborts. The link keeps the messages until the peer has received a later frame.
         """
-        reason = error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+        reason = type(error).__name__
+        with suppress(Exception):  # the error's own `__str__` may fail
+            reason = error.what if isinstance(error, FerryError) else f"{reason}: {error}"
         refusal = to_buffer(encode_refusal(reason, self._options.step), self._link.device)
         for peer in self._peers:
             self._machines[peer].advance(SenderState.REFUSED)

@@ -1,6 +1,6 @@
 """The user's own namedtuples, dataclasses and enums that may be sent, by name.
 
-A name on the wire is only looked up here. Nothing is imported, and no code of the type runs: instances are
+A name on the wire is only looked up here. Nothing is imported, and no constructor runs: instances are
 created without `__init__`, from their fields alone.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -115,6 +116,26 @@ def test_a_mismatch_names_the_peer_and_the_phase() -> None:
     with pytest.raises(StateMismatch) as raised:
         receive(sent(STATE), local_state=lambda: {"a": torch.zeros(10)})
     assert (raised.value.peer, raised.value.phase) == (0, "compare")
+
+
+def test_a_state_that_is_rejected_is_the_sender_s_also_if_another_rank_forwards_it() -> None:
+    network = MemoryNetwork()
+    state = {"a": torch.ones(600_000)}
+    send_state(network.link(0), [1, 2], state, SendOptions(10, MAX_METADATA_BYTES, relay=True))
+    errors: list[StateMismatch] = []
+
+    def reject() -> None:
+        with pytest.raises(StateMismatch) as raised:
+            receive_state(
+                network.link(2), 0, ReceiveOptions(10, MAX_METADATA_BYTES, local_state=lambda: {"b": 1})
+            )
+        errors.append(raised.value)
+
+    rejecting = threading.Thread(target=reject)
+    rejecting.start()
+    receive_state(network.link(1), 0, ReceiveOptions(10, MAX_METADATA_BYTES))
+    rejecting.join()
+    assert [error.peer for error in errors] == [0]
 
 
 def test_a_step_is_ignored_if_none_is_requested() -> None:

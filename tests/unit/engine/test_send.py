@@ -308,3 +308,18 @@ def test_a_peer_that_stalled_a_relay_receives_the_abort_when_it_continues() -> N
     relay.released.set()
     with pytest.raises(PeerGaveUp, match="rank 1 aborted the transfer"):
         receive_state(ShortLink(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
+
+
+def test_an_error_whose_text_fails_is_raised_and_refused() -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def pickle(value: object) -> bytes:
+        raise Unprintable
+
+    network = MemoryNetwork()
+    with pytest.raises(Unprintable):
+        send_state(network.link(0), [1], {"f": print}, SendOptions(5, MAX_METADATA_BYTES, pickle=pickle))
+    with pytest.raises(PeerGaveUp, match="Unprintable"):
+        receive_state(network.link(1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
