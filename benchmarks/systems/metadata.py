@@ -9,6 +9,8 @@ state is checked after every round.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from benchmarks.states import differing_paths, digest_leaves
@@ -16,12 +18,12 @@ from benchmarks.systems.session import Session, Setup, System
 from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
 from torchferry.core.plan import Chunk, make_plan
-from torchferry.engine.receive import plan_incoming
+from torchferry.engine import metadata
 from torchferry.engine.sink import target_in_new_memory, target_in_place
-from torchferry.engine.workspace import Workspace
+from torchferry.engine.workspace import Cache
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.kinds import RebuildContext
-from torchferry.tensors.memory import CPU, gather
+from torchferry.tensors.memory import gather
 
 
 def _open(setup: Setup) -> Session:
@@ -32,7 +34,7 @@ def _open(setup: Setup) -> Session:
     plan = make_plan(described.manifest)
     buffers = [_packed(described, chunk) for chunk in plan.chunks]
     context = RebuildContext()
-    sender, receiver = Workspace(CPU), Workspace(CPU)
+    sender, receiver = Cache(), Cache()
     local: Description | None = None
     local_state = setup.case.state.build() if setup.case.in_place else None
     rebuilt: list[object] = []
@@ -40,14 +42,15 @@ def _open(setup: Setup) -> Session:
     def describe_local() -> None:
         nonlocal local
         if local_state is not None:
-            local = receiver.with_known_manifest(describe_target(local_state))
+            local = describe_target(local_state)
+            local = replace(local, manifest=metadata.encode(local.manifest, receiver).manifest)
 
     def send() -> None:
-        encoded = sender.encode(describe(state).manifest)
-        sent = sender.plan(encoded)
+        encoded = metadata.encode(describe(state).manifest, sender)
+        sent = metadata.plan(encoded, sender)
         data = encode(Frame(encoded.manifest, sent.chunk_bytes, pack_bytes=sent.pack_bytes), encoded)
-        frame, incoming = receiver.decode(data)
-        planned = plan_incoming(frame, incoming, receiver)
+        frame, incoming = metadata.decode(data, receiver)
+        planned = metadata.plan_incoming(frame, incoming, receiver)
         if local is None:
             target = target_in_new_memory(incoming, planned, context, receiver)
             for chunk, buffer in zip(plan.chunks, buffers, strict=True):
@@ -59,7 +62,7 @@ def _open(setup: Setup) -> Session:
     def settle() -> None:
         nonlocal sender, receiver
         if not setup.case.cached:
-            sender, receiver = Workspace(CPU), Workspace(CPU)
+            sender, receiver = Cache(), Cache()
         describe_local()
         if wrong := differing_paths(digest_leaves(state), digest_leaves(rebuilt.pop())):
             raise AssertionError(f"the rebuilt state differs from the described state at {wrong[0]}")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeGuard, get_args
 
 import torch
@@ -17,7 +16,6 @@ from torchferry.core.report import Report
 from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
-from torchferry.tensors.kinds import RebuildContext
 
 # Names that torch's PGTransport has, and that the tests written for it import.
 _StateDictMeta = compat.ContractStateMeta
@@ -107,7 +105,7 @@ class PGTransport:
             timeout_s,
             max_metadata_bytes,
             relay=relay,
-            pickle=compat.dump_leaf if allow_pickle else None,
+            allow_pickle=allow_pickle,
             stall_s=stall_s,
             verify=verify,
             question="Is rank {peer} in recv_checkpoint, on the same group?",
@@ -118,8 +116,8 @@ class PGTransport:
             local_state=state_dict,
             strict=strict,
             extra=extra,
-            context=RebuildContext(mesh, compat.load_leaf if allow_pickle else None),
-            decode_other=partial(compat.decode_pickled, allow_pickle=allow_pickle),
+            mesh=mesh,
+            allow_pickle=allow_pickle,
             stall_s=stall_s,
             verify=verify,
             question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",

@@ -10,7 +10,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +26,10 @@ from torchferry.core.compare import compare
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import Plan
 from torchferry.core.push import MAX_METADATA_BYTES, TransferId
-from torchferry.engine import ReceiveOptions, Workspace, receive_state
-from torchferry.engine.receive import plan_incoming
+from torchferry.engine import ReceiveOptions, receive_state
+from torchferry.engine.metadata import encode as encode_manifest
+from torchferry.engine.metadata import plan_incoming
+from torchferry.engine.workspace import Cache
 from torchferry.errors import BadManifest, FerryError, StateMismatch
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.tensors import registry
@@ -95,8 +96,8 @@ def decode_any(data: bytes, *, allow_pickle: bool = False) -> Frame:
 
 def plan(frame: Frame) -> Plan:
     """Plan a transfer as a receiver does."""
-    workspace = Workspace(torch.device("cpu"))
-    return plan_incoming(frame, workspace.encode(frame.manifest), workspace)
+    cache = Cache()
+    return plan_incoming(frame, encode_manifest(frame.manifest, cache), cache)
 
 
 def process_metadata(data: bytes) -> None:
@@ -119,8 +120,7 @@ def receive(frame: bytes, payload: Any = (), **options: Any) -> object:
         channel.send(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     # The sender leaves the network, so that a draining receiver does not wait for it.
     network.close(0)
-    decode_other = partial(decode_pickled, allow_pickle=False)
-    terms = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, decode_other=decode_other, **options)
+    terms = ReceiveOptions(TIMEOUT_S, MAX_METADATA_BYTES, **options)
     return receive_state(network.link(1), 0, terms)
 
 

@@ -7,15 +7,16 @@ sender.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from torchferry.compat import decode_pickled, load_leaf
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
-from torchferry.core.extents import TooIrregular
 from torchferry.core.outcome import ChunkState
-from torchferry.core.plan import Chunk, Plan, TooManyChunks
+from torchferry.core.plan import Chunk, Plan
 from torchferry.core.push import (
     ABORT_BYTES,
     DigestBlock,
@@ -28,6 +29,7 @@ from torchferry.core.push import (
 )
 from torchferry.core.report import Report
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
+from torchferry.engine.metadata import decode, encode, plan_incoming
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import first_bytes
@@ -54,25 +56,21 @@ _ABORT_S = 0.5
 """How long a receiver that failed tries to send an abort to the next one."""
 
 
-def _refuse_other(frame: bytes) -> Frame:
-    raise BadManifest("the peer's metadata is not in torchferry's format")
-
-
 @dataclass(frozen=True)
 class ReceiveOptions(TransferOptions):
     """How to receive a state.
 
     `members` are the ranks of the group, if known. `local_state` returns the state that is written in place.
     `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
-    `decode_other` decodes metadata in another encoding.
+    With `allow_pickle`, pickled leaves and metadata are loaded.
     """
 
     members: range | None = None
     local_state: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
-    context: RebuildContext = field(default_factory=RebuildContext)
-    decode_other: Callable[[bytes], Frame] = _refuse_other
+    mesh: DeviceMesh | None = None
+    allow_pickle: bool = False
 
 
 def receive_state(
@@ -89,19 +87,6 @@ def receive_state(
     """
     link.check_usable()
     return _Receive(link, peer, options, workspace or Workspace(link.device)).run()
-
-
-def plan_incoming(frame: Frame, encoded: EncodedManifest, workspace: Workspace) -> Plan:
-    """Plan the transfer of an incoming state as the sender did; raises BadManifest if that is impossible."""
-    try:
-        plan = workspace.plan(encoded, frame.chunk_bytes, frame.pack_bytes)
-    except TooIrregular as error:
-        raise BadManifest(f"the views overlap too irregularly to list ({error})") from None
-    except TooManyChunks as error:
-        raise BadManifest(f"the peer announces more than can be received at once: {error}") from None
-    if frame.digests is not None and len(frame.digests) != len(plan.chunks):
-        raise BadManifest(f"the frame has {len(frame.digests)} digests for {len(plan.chunks)} chunks")
-    return plan
 
 
 class _Receive(Transfer[ReceiveOptions]):
@@ -137,11 +122,11 @@ class _Receive(Transfer[ReceiveOptions]):
         local = self._describe_local()
         data = self._receive_frame()
         if is_frame(data):
-            frame, encoded = self._workspace.decode(data)
+            frame, encoded = decode(data, self._workspace.cache)
         else:
-            frame = self._options.decode_other(data)
-            encoded = self._workspace.encode(frame.manifest)
-        plan = plan_incoming(frame, encoded, self._workspace)
+            frame = decode_pickled(data, allow_pickle=self._options.allow_pickle)
+            encoded = encode(frame.manifest, self._workspace.cache)
+        plan = plan_incoming(frame, encoded, self._workspace.cache)
         self._route = self._check_route(frame)
         self._content = frame.manifest, plan
         self._enter(ReceiverState.COMPARING)
@@ -187,7 +172,9 @@ class _Receive(Transfer[ReceiveOptions]):
         if self._options.local_state is None:
             return None
         try:
-            return self._workspace.with_known_manifest(describe_target(self._options.local_state()))
+            local = describe_target(self._options.local_state())
+            # If the peer sends an equal manifest, it will be the same object, which is quick to compare.
+            return replace(local, manifest=encode(local.manifest, self._workspace.cache).manifest)
         except Exception as error:
             return error
 
@@ -250,11 +237,12 @@ class _Receive(Transfer[ReceiveOptions]):
             raise StepMismatch(wanted=options.step, got=frame.step)
         if isinstance(local, Exception):
             raise local
+        context = RebuildContext(options.mesh, load_leaf if options.allow_pickle else None)
         if local is None:
-            return target_in_new_memory(encoded, plan, options.context, self._workspace)
+            return target_in_new_memory(encoded, plan, context, self._workspace.cache)
         extra = options.extra or ("error" if options.strict else "drop")
         return target_in_place(
-            encoded, plan, local, options.context, self._workspace, strict=options.strict, extra=extra
+            encoded, plan, local, context, self._workspace.cache, strict=options.strict, extra=extra
         )
 
     def _drain(self, frame: Frame, plan: Plan, rejection: Exception) -> None:

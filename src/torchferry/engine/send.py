@@ -1,6 +1,6 @@
 """Sending a state: a lane for each peer sends the frame, the chunks and the digest blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from msgspec import structs
 
+from torchferry.compat import dump_leaf
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Chunk, Plan, TooManyChunks
@@ -21,6 +22,7 @@ from torchferry.core.push import (
     payload_order,
 )
 from torchferry.core.report import Report
+from torchferry.engine import metadata
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.source import NOT_HASHED, Source
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
@@ -45,13 +47,14 @@ _REFUSAL_S = 0.2
 
 @dataclass(frozen=True)
 class SendOptions(TransferOptions):
-    """How to send a state. With `relay`, receivers forward it; `pickle` encodes what torchferry can't.
+    """How to send a state.
 
+    With `relay`, receivers forward it. With `allow_pickle`, leaves that torchferry can't encode are pickled.
     A payload of at most `hash_first_bytes` is hashed before it is sent.
     """
 
     relay: bool = False
-    pickle: Callable[[object], bytes] | None = None
+    allow_pickle: bool = False
     chunk_bytes: int = CHUNK_BYTES
     pack_from: int = PACK_FROM
     hash_first_bytes: int = HASH_FIRST_BYTES
@@ -101,8 +104,8 @@ class _Send(Transfer[SendOptions]):
         self._enter_phase("describe")
         try:
             # Whatever can't be sent is found here, before anything is sent.
-            description = describe(state, pickle=self._options.pickle)
-            encoded = self._workspace.encode(description.manifest)
+            description = describe(state, pickle=dump_leaf if self._options.allow_pickle else None)
+            encoded = metadata.encode(description.manifest, self._workspace.cache)
             plan = self._plan(encoded)
             self._content = encoded.manifest, plan
             self._source = Source(description, plan, self._workspace.staging, self._link.can_access)
@@ -140,11 +143,12 @@ class _Send(Transfer[SendOptions]):
 
     def _plan(self, encoded: EncodedManifest) -> Plan:
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
+        cache = self._workspace.cache
         try:
             if self._routes and chunk_bytes > RELAY_CHUNK_BYTES:
                 with suppress(TooManyChunks):
-                    return self._workspace.plan(encoded, RELAY_CHUNK_BYTES, pack_from=pack_from)
-            return self._workspace.plan(encoded, chunk_bytes, pack_from=pack_from)
+                    return metadata.plan(encoded, cache, RELAY_CHUNK_BYTES, pack_from=pack_from)
+            return metadata.plan(encoded, cache, chunk_bytes, pack_from=pack_from)
         except TooIrregular as error:
             raise Unsendable(
                 f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "

@@ -20,8 +20,9 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path
+from torchferry.engine.metadata import prepare
 from torchferry.engine.source import digest
-from torchferry.engine.workspace import Workspace
+from torchferry.engine.workspace import Cache
 from torchferry.errors import Mismatch, StateError, StateMismatch
 from torchferry.tensors.assemble import (
     assemble_fresh,
@@ -245,10 +246,10 @@ class Target:
 
 
 def target_in_new_memory(
-    incoming: EncodedManifest, plan: Plan, context: RebuildContext, workspace: Workspace
+    incoming: EncodedManifest, plan: Plan, context: RebuildContext, cache: Cache
 ) -> Target:
     """Allocate fresh memory for an incoming state; raises StateMismatch if it has a shard of another rank."""
-    prepared = workspace.prepare(incoming, context)
+    prepared = prepare(incoming, context, cache)
     manifest = incoming.manifest
     _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
     fresh = FreshMemory(manifest, time.perf_counter)
@@ -263,7 +264,7 @@ def target_in_place(
     plan: Plan,
     local: Description,
     context: RebuildContext,
-    workspace: Workspace,
+    cache: Cache,
     *,
     strict: bool,
     extra: Extra,
@@ -271,7 +272,7 @@ def target_in_place(
     """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit."""
     manifest = incoming.manifest
     if extra != "drop":
-        prepared = workspace.prepare(incoming, context)
+        prepared = prepare(incoming, context, cache)
     comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra)
     mismatches = list(comparison.mismatches)
     fresh_leaves: set[int] = set()
@@ -283,7 +284,7 @@ def target_in_place(
     paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
     if extra == "drop":
         # Dropped leaves may have types that this process does not know.
-        prepared = workspace.prepare(incoming, context, only=paired_leaves)
+        prepared = prepare(incoming, context, cache, only=paired_leaves)
     fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
     if comparison.identical:
         tree = prepared

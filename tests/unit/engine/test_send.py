@@ -11,7 +11,7 @@ import torch
 from tests.support.links import FreeingLink, ShortLink
 from torchferry.core.plan import WINDOW_BYTES, Chunk
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send, send_state
 from torchferry.engine.source import Source
 from torchferry.errors import (
     LinkBroken,
@@ -310,16 +310,17 @@ def test_a_peer_that_stalled_a_relay_receives_the_abort_when_it_continues() -> N
         receive_state(ShortLink(network, 2), 0, ReceiveOptions(5, MAX_METADATA_BYTES))
 
 
-def test_an_error_whose_text_fails_is_raised_and_refused() -> None:
+def test_an_error_whose_text_fails_is_raised_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    def pickle(value: object) -> bytes:
+    def describe(*args: object, **keywords: object) -> None:
         raise Unprintable
 
     network = MemoryNetwork()
+    monkeypatch.setattr(send, "describe", describe)
     with pytest.raises(Unprintable):
-        send_state(network.link(0), [1], {"f": print}, SendOptions(5, MAX_METADATA_BYTES, pickle=pickle))
+        send_state(network.link(0), [1], {}, SendOptions(5, MAX_METADATA_BYTES))
     with pytest.raises(PeerGaveUp, match="Unprintable"):
         receive_state(network.link(1), 0, ReceiveOptions(5, MAX_METADATA_BYTES))

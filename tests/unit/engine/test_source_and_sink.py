@@ -11,7 +11,7 @@ import torch
 from tests.support.equality import assert_same
 from torchferry.core.outcome import Outcome
 from torchferry.core.plan import Chunk
-from torchferry.engine import Workspace
+from torchferry.engine import Workspace, metadata
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import Source
 from torchferry.errors import StateError
@@ -36,18 +36,19 @@ class Bench:
     def __init__(self, sent: dict[str, Any], into: dict[str, Any] | None = None) -> None:
         workspace = Workspace(CPU)
         described = describe(sent)
-        encoded = workspace.encode(described.manifest)
-        self.plan = workspace.plan(encoded, CHUNK_BYTES)
+        cache = workspace.cache
+        encoded = metadata.encode(described.manifest, cache)
+        self.plan = metadata.plan(encoded, cache, CHUNK_BYTES)
         self.source = Source(described, self.plan, workspace.staging, lambda device: device.type == "cpu")
         self.source.hash_all()
         context = RebuildContext()
         self.target: Target
         if into is None:
-            self.target = target_in_new_memory(encoded, self.plan, context, workspace)
+            self.target = target_in_new_memory(encoded, self.plan, context, cache)
         else:
             local = describe_target(into)
             self.target = target_in_place(
-                encoded, self.plan, local, context, workspace, strict=True, extra="error"
+                encoded, self.plan, local, context, cache, strict=True, extra="error"
             )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import starmap
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from tests.support.transfer import transfer
 from torchferry.core import codec
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import make_plan
-from torchferry.engine import Workspace, workspace
+from torchferry.engine import Workspace, metadata, workspace
+from torchferry.engine.workspace import Cache
 from torchferry.errors import StateMismatch, Unsendable
 
 COUNT = 40
@@ -43,7 +43,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         made.append(make_plan(*args, **keywords))
         return made[-1]
 
-    monkeypatch.setattr(workspace, "make_plan", make)
+    monkeypatch.setattr(metadata, "make_plan", make)
     return made
 
 
@@ -214,18 +214,18 @@ def test_long_parts_of_a_manifest_are_not_kept(
     for into in (None, large()):
         transfer(large(), into=into, workspaces=workspaces)
         for each in workspaces:
-            assert all(workspace._cost(*entry) <= 2000 for entry in each._entries.items())
-            assert "manifest" not in {key[0] for key in each._entries}
+            assert all(cost <= 2000 for _, cost in each.cache._entries.values())
+            assert "manifest" not in {key[0] for key in each.cache._entries}
 
 
 def test_a_plan_of_many_chunks_is_not_kept_for_its_short_manifest() -> None:
-    shared = Workspace(torch.device("cpu"))
+    cache = Cache()
     manifest = Manifest(
         0, (), (Leaf("tensor", (0,)),), (TensorSpec("uint8", 1, (1 << 22,), (1,), 0, 0),), (1 << 22,)
     )
-    encoded = shared.encode(manifest)
-    assert len(shared.plan(encoded, 16).chunks) == 1 << 18
-    assert not [key for key in shared._entries if key[0] == "plan"]
+    encoded = metadata.encode(manifest, cache)
+    assert len(metadata.plan(encoded, cache, 16).chunks) == 1 << 18
+    assert not [key for key in cache._entries if key[0] == "plan"]
 
 
 def test_the_oldest_entries_are_removed_first(
@@ -235,7 +235,8 @@ def test_the_oldest_entries_are_removed_first(
     for number in range(20):
         transfer({str(number): torch.ones(number + 1)}, workspaces=workspaces)
         for each in workspaces:
-            assert each._nbytes == sum(starmap(workspace._cost, each._entries.items())) <= 30_000
+            costs = [cost for _, cost in each.cache._entries.values()]
+            assert each.cache._nbytes == sum(costs) <= 30_000
     assert_same(transfer({"0": torch.ones(1)}, workspaces=workspaces).state, {"0": torch.ones(1)})
 
 

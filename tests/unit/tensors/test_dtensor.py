@@ -24,7 +24,7 @@ from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import BadManifest, StateMismatch
 from torchferry.tensors.describe import describe
-from torchferry.tensors.kinds import RebuildContext, check_form
+from torchferry.tensors.kinds import check_form
 from torchferry.tensors.kinds.dtensor import DTENSOR, DTensorTraits
 from torchferry.testing import MemoryNetwork
 
@@ -119,13 +119,13 @@ def test_a_received_dtensor_can_be_added_to_a_local_one(mesh: DeviceMesh) -> Non
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "mesh" not in name])
 def test_a_fresh_dtensor_gets_the_mesh_of_the_receiver(name: str, mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    received = transfer({"d": EXAMPLES[name](mesh)}, context=RebuildContext(mesh=mine)).state["d"]
+    received = transfer({"d": EXAMPLES[name](mesh)}, mesh=mine).state["d"]
     assert received.device_mesh is mine
 
 
 def test_a_fresh_dtensor_on_a_slice_gets_the_same_slice_of_the_mesh_of_the_receiver(mesh: DeviceMesh) -> None:
     mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("third", "inner"))
-    received = transfer({"d": on(mesh["inner"], Shard(0))}, context=RebuildContext(mesh=mine)).state["d"]
+    received = transfer({"d": on(mesh["inner"], Shard(0))}, mesh=mine).state["d"]
     assert received.device_mesh == mine["inner"]
     assert received.device_mesh.get_group() == mine.get_group("inner")
 
@@ -138,7 +138,7 @@ def test_a_mesh_of_another_shape_is_a_mismatch_that_shows_both(mesh: DeviceMesh)
         "replicated": on(mesh, Replicate(), Replicate()),
     }
     with pytest.raises(StateMismatch) as raised:
-        transfer(state, context=RebuildContext(mesh=line))
+        transfer(state, mesh=line)
     assert [tuple(mismatch) for mismatch in raised.value.mismatches] == [
         ("d", "mesh", "2 (inner)", "mesh=4 (line)"),
         ("e", "mesh", "2 x 2 (outer, inner)", "mesh=4 (line)"),
