@@ -18,6 +18,7 @@ from tests.simulation.run_seeds import pin_to_core, run_seeds
 from tests.support.sizes import count
 from torchferry.core import codec, push, watch
 from torchferry.core.outcome import ChunkState, Outcome
+from torchferry.core.plan import Chunk
 from torchferry.engine import lanes, receive, relay, send, transfer
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
@@ -120,13 +121,11 @@ def torn_state_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sink, "outcome", lambda self: Outcome((), (), ()))
 
 
-def mark_written_as(other: ChunkState, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Sink.mark
+def mark_written_as(state: ChunkState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mark(self: Sink, chunk: Chunk) -> None:
+        self._states[chunk.number] = state
 
-    def mark(self: Sink, first: int, end: int, state: ChunkState) -> None:
-        original(self, first, end, other if state is ChunkState.WRITTEN else state)
-
-    monkeypatch.setattr(Sink, "mark", mark)
+    monkeypatch.setattr(Sink, "_mark_written", mark)
 
 
 def written_chunks_count_as_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Sink:
             self.fresh.fault_in(chunk.pieces[0])
         memory = run_of(self._memory(place), chunk.pieces[0])
         self._opened[chunk.number] = place
-        self._states[chunk.number] = ChunkState.WRITTEN
+        self._mark_written(chunk)
         return memory
 
     def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class Sink:
             try:
                 if opened is None:
                     self.fresh.unpack(chunk.pieces, buffer)
-                self._states[chunk.number] = ChunkState.WRITTEN
+                self._mark_written(chunk)
             except StateError as error:
                 self.failure = error
 
@@ -108,7 +108,7 @@ class Sink:
     ) -> None:
         if self.destinations.identical:
             if opened is None:
-                self._states[chunk.number] = ChunkState.WRITTEN
+                self._mark_written(chunk)
                 memories = [local.memories[piece.storage] for piece in chunk.pieces]
                 self._scatter(chunk.pieces, memories, buffer)
             return
@@ -117,7 +117,7 @@ class Sink:
             others = tuple(place for place in destinations[0].direct if place != opened)
             destinations = [Destinations(others, destinations[0].itemwise)]
         elif any(destination.direct or destination.itemwise for destination in destinations):
-            self._states[chunk.number] = ChunkState.WRITTEN
+            self._mark_written(chunk)
         else:
             return
         start = 0
@@ -147,6 +147,9 @@ class Sink:
             end = start + sum(piece.nbytes for piece in some)
             scatter(memories[first : first + _PIECES_AT_ONCE], some, buffer[start:end])
             start = end
+
+    def _mark_written(self, chunk: Chunk) -> None:
+        self._states[chunk.number] = ChunkState.WRITTEN
 
     def add_digest(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Hash a received chunk."""
