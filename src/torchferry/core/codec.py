@@ -1,7 +1,7 @@
 """Manifests as bytes: MessagePack with a closed set of types.
 
 A frame is a preamble (magic, version, XXH3 of the rest) and the MessagePack of FrameBody. A sender that can't
-send its state sends a refusal instead: the same with another magic, and Refusal.
+send its state sends a refusal instead: a preamble with another magic, and the MessagePack of Refusal.
 
 Values that MessagePack lacks are Specials, which stay encoded until `decode_value` is called. Decoding
 checks types, ranges and references, so a decoded manifest is safe to use. A decoded frame takes at most sixty
@@ -165,7 +165,7 @@ def _with_preamble(magic: bytes, body: object) -> bytes:
 
 
 def _without_preamble(data: bytes) -> memoryview:
-    """Check the preamble of a frame or refusal, and return the rest."""
+    """Check the version and the digest of a frame or refusal, and return what follows its preamble."""
     if len(data) < _PREAMBLE.size:
         raise BadManifest(f"the peer's metadata has only {len(data)} bytes")
     _, version, digest = _PREAMBLE.unpack_from(data)

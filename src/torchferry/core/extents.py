@@ -2,8 +2,8 @@
 
 Every used byte is in exactly one extent. An extent is a run of bytes, or equal runs at regular distances,
 such as a column of a matrix. The bytes between the runs are neither sent nor written. Tensors that overlap
-share an extent, so that a shared byte is sent once; tensors that only touch do not. Both sides compute the
-same extents from the same manifest.
+share an extent, so that a shared byte is sent once. Tensors that only touch share one only if they interleave
+irregularly. Both sides compute the same extents from the same manifest.
 
 A function that would have to list more than MAX_RUNS runs raises TooIrregular.
 """
@@ -254,8 +254,8 @@ def _find_extents(storage: int, runs: Sequence[Run]) -> list[Extent]:
 def memory_order(spec: TensorSpec) -> list[int] | None:
     """Return the dimensions that step through memory, widest stride first.
 
-    A walk in this order visits each address once, in rising order. Expanded dimensions are left out. The
-    result is None if no such order exists, because other dimensions overlap or interleave.
+    A walk in this order visits each address once, in rising order. Expanded dimensions and those of size
+    one are left out. The result is None if no such order exists, because the rest overlap or interleave.
     """
     dims = [d for d, count in enumerate(spec.shape) if count > 1 and spec.stride[d] > 0]
     dims.sort(key=lambda d: spec.stride[d], reverse=True)

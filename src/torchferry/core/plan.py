@@ -22,7 +22,7 @@ IN_PLACE_WINDOW_BYTES = 1 << 30
 PACK_BYTES = 128 << 10
 """Smaller extents are packed: copying so few bytes twice costs less than a message."""
 PACK_FROM = 64
-"""The fewest small extents that are packed. PGTransport's contract counts the messages of smaller states."""
+"""The fewest small extents that are packed. PGTransport promises one message per tensor of smaller states."""
 PACKED_BYTES = 1 << 20
 """The size of a packed chunk: it fits into the cache of one core."""
 
@@ -30,7 +30,7 @@ SAMPLE_BYTES = 4 << 10
 """The bytes at each end of a chunk that are read again to detect changes."""
 
 MAX_CHUNKS = 1 << 18
-"""The most chunks of a plan: 2 TiB. A hostile manifest could ask for any number."""
+"""The most chunks of a plan: 2 TiB in chunks of CHUNK_BYTES. A hostile manifest could ask for any number."""
 
 
 class TooManyChunks(ValueError):
@@ -38,7 +38,7 @@ class TooManyChunks(ValueError):
 
 
 class Piece(Extent, frozen=True, gc=False):
-    """A piece of extent number `extent`, or all of it. It starts at `position` of the extent's bytes."""
+    """A piece of extent number `extent`, or all of it. `position` is its start, in bytes without gaps."""
 
     extent: int = 0
     position: int = 0
@@ -108,7 +108,7 @@ def _piece(part: Extent, extent: int, position: int = 0) -> Piece:
 
 
 def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
-    """Return the first bytes of one piece and the last bytes of another.
+    """Return the samples of a chunk, given its first and its last piece: at most SAMPLE_BYTES at each end.
 
     >>> [(sample.offset, sample.run_bytes) for sample in samples_of(Extent(0, 0, 8), Extent(0, 8, 10_000))]
     [(0, 8), (5912, 4096)]

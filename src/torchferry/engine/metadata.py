@@ -23,7 +23,7 @@ _PIECE_BYTES = 48
 
 
 def encode(manifest: Manifest, cache: Cache) -> EncodedManifest:
-    """Encode a manifest of this process, and keep it: a peer often sends the same one."""
+    """Encode a manifest and keep it, or return the kept one: both sides often have the same manifest."""
     encoded = EncodedManifest(manifest, codec.encode_value(manifest))
     return cache.get(("manifest", encoded.data), lambda: encoded)
 
@@ -72,7 +72,8 @@ def prepare(
         return assemble.prepare(encoded.manifest, context, only=only)
 
     def count_bytes(made: Prepared) -> int:
-        # Values belong to the caller that receives them, and are decoded anew each time.
+        # Values belong to the caller that receives them, so they are decoded anew each time: a result of this
+        # size is too large for the cache.
         return maxsize if made.values else 0
 
     key = ("prepared", encoded.data, context)

@@ -1,8 +1,8 @@
 """Receiving a pushed state: the frame, every check, and only then the payload.
 
-Once the frame is decoded, a receiver that rejects the state still receives all messages and drops them, so
-that the sender can finish. If the frame can't be decoded, the receiver closes the link, which tells the
-sender.
+If the frame can't be decoded, or its plan or route is invalid, the receiver closes the link, which tells the
+sender. If it rejects the state after that, it still receives all messages and drops them, so that the sender
+can finish.
 """
 
 import logging
@@ -255,7 +255,7 @@ class _Receive(Transfer[ReceiveOptions]):
         except FerryError as error:
             rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
         finally:
-            # The rejected state is the sender's, whoever forwards it.
+            # The error must name the sender, whose state is rejected, and not the rank that forwards it.
             self._progress = progress
 
     def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> "_Payload":
@@ -281,7 +281,7 @@ class _Receive(Transfer[ReceiveOptions]):
         lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
         receiving.result()
-        # `result` has raised any error of the receiving lane.
+        # `result` has raised any error of the receiving lane, so an error here is of the forwarding lane.
         if lanes[-1].error is not None:
             payload.not_forwarded = self._explain_not_forwarded(lanes[-1].error, lanes[-1].progress)
         return payload

@@ -125,7 +125,7 @@ def _reread(raw: torch.Tensor, spec: TensorSpec, reader: TensorSpec) -> torch.Te
 
 
 def check_dtype(spec: TensorSpec) -> None:
-    """Raise BadManifest if this torch does not have the dtype of a spec, with its item size and its bits."""
+    """Raise BadManifest if torch lacks a spec's dtype, or its item size, conj or neg bit does not fit it."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.dtype.startswith("q"):
         raise BadManifest(f"torch {torch.__version__} has no dtype {show(spec.dtype)} that can be received")

@@ -103,10 +103,10 @@ def _layout(
 
 def _are_disjoint(addresses: list[int], held: list[int]) -> bool:
     """Return whether no two tensors have the same torch storage, or storages that overlap."""
-    # Not with torch.sort, which would run on the user's default device.
     size_at = dict(zip(addresses, held, strict=True))
     if len(size_at) < len(addresses):
         return False
+    # Not with torch.sort, which would run on the user's default device.
     starts = sorted(addresses)
     return all(map(le, map(add, starts, map(size_at.__getitem__, starts)), starts[1:]))
 
@@ -141,7 +141,7 @@ def _share(
     for misaligned, group in groups:
         memory, address, alignment = group[0].memory, group[0].address, group[0].itemsize
         if len(group) > 1:
-            # The bytes before the first block are never read or written.
+            # The memory starts up to 15 bytes before the first block. These bytes are never read or written.
             alignment = ITEM_BYTES
             address -= (address - misaligned) % alignment
             memory = memory_at(address, max(block.end for block in group) - address)

@@ -33,7 +33,7 @@ class MemoryNetwork:
         return MemoryLink(self, rank, own_buffers=own_buffers)
 
     def close(self, rank: int) -> None:
-        """Remove a rank. Sends to it, and receives that wait for it, fail from then on."""
+        """Remove a rank. Sends to it and its own receives fail; messages that it has sent still arrive."""
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
@@ -66,7 +66,7 @@ class MemoryNetwork:
 
         Raises:
             LinkTimeout: no message came in time.
-            LinkBroken: the sender or the receiver was removed.
+            LinkBroken: the receiver was removed, or the sender was and has left no message.
         """
         sender, receiver, _ = address
         with self._changed:
@@ -96,7 +96,7 @@ class MemoryLink(Link):
         self._own_buffers = own_buffers
 
     def can_access(self, device: torch.device) -> bool:
-        """Return whether memory is on the CPU, unless the link takes only its own."""
+        """Return whether memory is on the CPU; False for any if the link takes only staging buffers."""
         return device.type == "cpu" and not self._own_buffers
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -145,7 +145,7 @@ class PendingReceive:
 
         Raises:
             LinkTimeout: no message came in time.
-            LinkBroken: the sender is gone, or its message has another size.
+            LinkBroken: this rank is gone, or the sender is and left no message, or the size is wrong.
         """
         message = self._network.get(self._address, timeout_s)
         if message.nbytes != self._buffer.nbytes:
