@@ -1,9 +1,9 @@
 """The simulated link: sends and receives are matched by tag, and messages are delayed or damaged.
 
-It behaves like gloo: a buffer is read when its bytes are sent and not when the send is posted. Shortly after a
-peer dies, the waits for messages that have not started fail, and so does every new send or receive. The wait
-for a message that was cut in the middle goes on. Closing ends all waits of the rank that closes. For its peers,
-it is like the death of that rank.
+It behaves like gloo: a buffer is read when its bytes are sent and not when the send is posted. Shortly
+after a peer dies, the waits for messages that have not started fail, and so does every new send or receive.
+The wait for a message that was cut in the middle goes on. Closing ends all waits of the rank that closes.
+For its peers, it is like the death of that rank.
 """
 
 from __future__ import annotations
