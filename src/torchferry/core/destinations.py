@@ -16,11 +16,21 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from torchferry.core.compare import Pair, can_copy_as_block
-from torchferry.core.extents import Budget, Extent, TooIrregular, are_disjoint, footprint, memory_order
+from torchferry.core.extents import (
+    Budget,
+    Extent,
+    TooIrregular,
+    are_disjoint,
+    extents_of,
+    footprint,
+    memory_order,
+)
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Piece
+from torchferry.core.tree import Path
 from torchferry.errors import BadManifest
 
 
@@ -157,3 +167,19 @@ def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[lis
                     tensors_of[number].append(tensor)
                 number -= 1
     return [list(dict.fromkeys(tensors)) for tensors in tensors_of]
+
+
+def unwritten_paths(
+    local: Manifest, places: Sequence[tuple[Path, int]], written: Collection[int]
+) -> list[Path]:
+    """Return which paths, given with their leaves, share no memory with local tensors that are written."""
+    parts = [part for _, leaf in places for part in local.leaves[leaf].parts]
+    if not parts:
+        return [path for path, _ in places]
+    try:
+        extents = extents_of([local.tensors[number] for number in written])
+        asked = replace(local, tensors=tuple(local.tensors[part] for part in parts))
+        overwritten = {parts[n] for numbers in tensors_by_extent(extents, asked) for n in numbers}
+    except TooIrregular:
+        overwritten = set(parts)
+    return [path for path, leaf in places if overwritten.isdisjoint(local.leaves[leaf].parts)]

@@ -5,7 +5,6 @@ of the local state are whole, torn and untouched.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,9 +12,15 @@ from itertools import groupby
 import torch
 
 from torchferry.core.codec import EncodedManifest
-from torchferry.core.compare import Comparison, Extra, compare, tensor_pairs
-from torchferry.core.destinations import IDENTICAL, DestinationMap, Destinations, Direct, place_in_local_state
-from torchferry.core.extents import TooIrregular, are_disjoint, footprint
+from torchferry.core.compare import Extra, compare, tensor_pairs
+from torchferry.core.destinations import (
+    IDENTICAL,
+    DestinationMap,
+    Destinations,
+    Direct,
+    place_in_local_state,
+    unwritten_paths,
+)
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
@@ -319,27 +324,8 @@ def target_in_place(
         assemble,
         dropped=incoming_only if extra == "drop" else (),
         fresh=incoming_only if extra == "fresh" else (),
-        kept=tuple(format_path(path) for path in _unwritten_paths(local.manifest, comparison, sink.written)),
+        kept=tuple(map(format_path, unwritten_paths(local.manifest, comparison.local_only, sink.written))),
     )
-
-
-def _unwritten_paths(local: Manifest, comparison: Comparison, written: Collection[int]) -> list[Path]:
-    """List the paths that only the local state has, without those that share memory with a written tensor."""
-    in_storage: defaultdict[int, list[int]] = defaultdict(list)
-    for number in written if comparison.local_only else ():
-        in_storage[local.tensors[number].storage].append(number)
-
-    def is_written(part: int) -> bool:
-        spec = local.tensors[part]
-        others = [local.tensors[number] for number in in_storage[spec.storage]]
-        try:
-            return any(not are_disjoint(footprint(spec) + footprint(other)) for other in others)
-        except TooIrregular:
-            return True
-
-    return [
-        path for path, leaf in comparison.local_only if not any(map(is_written, local.leaves[leaf].parts))
-    ]
 
 
 _SHARD_HINT = (

@@ -84,16 +84,21 @@ class Source:
     def hash(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Hash a chunk that was read, unless its digest is known."""
         if self.digests[chunk.number] == NOT_HASHED:
-            self.digests[chunk.number] = digest(buffer)
-            if not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces):
-                self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer)
+            uncounted = not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces)
+            self._hash(chunk, buffer, each_piece=uncounted)
+
+    def _hash(self, chunk: Chunk, buffer: torch.Tensor, *, each_piece: bool) -> None:
+        found = digest(buffer)
+        if each_piece:
+            self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer, found)
+        # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
+        self.digests[chunk.number] = found
 
     def hash_all(self) -> None:
         """Hash every chunk, and every piece, so that `find_changes` can tell which piece changed."""
         for chunk in self.plan.chunks:
             buffer = self.read(chunk)
-            self.digests[chunk.number] = digest(buffer)
-            self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer)
+            self._hash(chunk, buffer, each_piece=True)
             self.release(chunk, buffer)
 
     def take_samples(self) -> None:
@@ -132,10 +137,11 @@ class Source:
         """Return the storages of pieces that, read again, have other digests than before."""
         try:
             buffer = self.read(chunk)
+            digests = _digest_pieces(chunk, buffer, digest(buffer))
         except StateError:
             return {piece.storage for piece in chunk.pieces}
-        pairs = zip(chunk.pieces, before, _digest_pieces(chunk, buffer), strict=True)
         self.release(chunk, buffer)
+        pairs = zip(chunk.pieces, before, digests, strict=True)
         return {piece.storage for piece, earlier, now in pairs if earlier != now}
 
     def changed_paths(self) -> list[str]:
@@ -148,5 +154,7 @@ class Source:
         ]
 
 
-def _digest_pieces(chunk: Chunk, buffer: torch.Tensor) -> list[int]:
+def _digest_pieces(chunk: Chunk, buffer: torch.Tensor, chunk_digest: int) -> list[int]:
+    if len(chunk.pieces) == 1:
+        return [chunk_digest]
     return [digest(piece) for piece in buffer.split([piece.nbytes for piece in chunk.pieces])]
