@@ -3,29 +3,33 @@
     FerryError                      the root: catch this to catch them all
     ├── StateError                  this side is the problem: its state, or an argument
     │   ├── Unsendable              the state can't be sent exactly (raised before any of it is sent)
-    │   ├── StateChanged            the state changed while it was being sent
+    │   ├── StateChanged            the state changed while it was being sent or published
     │   ├── StateMismatch           the incoming state does not fit the local one (nothing was overwritten)
     │   ├── TargetTorn              a failure left the local state partly overwritten
     │   │   ├── TornAndLate         … because the deadline passed              (also TimeoutError)
     │   │   └── TornAndBroken       … because the connection was lost          (also ConnectionError)
+    │   ├── ReadersRemain           readers of a served version did not finish (also TimeoutError)
     │   └── BadArgument             a rank, timeout or device is invalid       (also ValueError)
     ├── PeerError                   what the peer sent is the problem
     │   ├── BadManifest             the metadata is malformed, or of another version
     │   ├── PickleRefused           the metadata or a leaf is a pickle, and pickle is not allowed
     │   ├── UnknownType             a type is not registered in this process, or can't be built
     │   ├── StepMismatch            the peer's state belongs to another step
-    │   └── PeerGaveUp              the sender, or a receiver that forwards, aborted the transfer
+    │   ├── NoSuchVersion           no source has the name or the version      (also LookupError)
+    │   └── PeerGaveUp              the sender or a forwarding receiver aborted, or a served state changed
     └── LinkError                   the connection is the problem
         ├── LinkBroken              the connection is gone                     (also ConnectionError)
         ├── LinkTimeout             the deadline passed                        (also TimeoutError)
         │   └── LinkStalled         no message completed for stall_timeout
         ├── Corrupted               the received bytes differ from the sent bytes
+        ├── NotAuthorized           a source does not accept the token         (also PermissionError)
+        ├── SourcesLost             no source is left to fetch from            (also ConnectionError)
         ├── GroupBroken             an earlier transfer failed on this group   (also ConnectionError)
         └── SendFailed              sending to at least one of several receivers failed
             ├── SendLate            … because the deadline passed for one      (also TimeoutError)
             └── SendBroken          … because the connection to one was lost   (also ConnectionError)
 
-Errors have `peer` (a rank in the group), `path` and `phase` where they are known.
+Errors have `peer` (a rank in the group, or the address of a source), `path` and `phase` where they are known.
 """
 
 import copy
@@ -41,13 +45,17 @@ class FerryError(Exception):
     """
 
     def __init__(
-        self, what: str, *, peer: int | None = None, path: str | None = None, phase: str | None = None
+        self, what: str, *, peer: int | str | None = None, path: str | None = None, phase: str | None = None
     ) -> None:
         self.what, self.peer, self.path, self.phase = what, peer, path, phase
         super().__init__(self._message())
 
     def _message(self) -> str:
-        context = [f"peer: rank {self.peer}"] if self.peer is not None else []
+        context = (
+            [f"peer: {self.peer if isinstance(self.peer, str) else f'rank {self.peer}'}"]
+            if self.peer is not None
+            else []
+        )
         context += [f"phase: {self.phase}"] if self.phase is not None else []
         return f"{self.what} [{', '.join(context)}]" if context else self.what
 
@@ -56,7 +64,12 @@ class FerryError(Exception):
         return self._copy(what=f"{path}: {self.what}", path=path)
 
     def with_context(
-        self, *, peer: int | None = None, path: str | None = None, phase: str | None = None, more: str = ""
+        self,
+        *,
+        peer: int | str | None = None,
+        path: str | None = None,
+        phase: str | None = None,
+        more: str = "",
     ) -> Self:
         """Return this error with the context that it lacks, and `more` appended to `what`."""
         context = {"peer": peer, "path": path, "phase": phase}
@@ -85,13 +98,13 @@ class Unsendable(StateError):
 
 
 class StateChanged(StateError):
-    """The state changed while it was being sent. `paths` lists the leaves that changed."""
+    """The state changed while it was being sent or published. `paths` lists the leaves that changed."""
 
-    def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
+    def __init__(self, paths: Sequence[str], *, peer: int | str | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the state changed while it was being sent ({_listed(self.paths)}); receivers reject "
-            "inconsistent data. Send a copy, or do not modify the state until the send returns",
+            f"the state changed while it was being sent or published ({_listed(self.paths)}); receivers "
+            "reject inconsistent data. Pass a copy, or do not modify the state until the call returns",
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )
@@ -136,6 +149,15 @@ class TornAndBroken(TargetTorn, ConnectionError):
     """The connection was lost after local tensors were written."""
 
 
+class ReadersRemain(StateError, TimeoutError):
+    """Readers of a served version did not finish in time. `readers` describes each."""
+
+    def __init__(self, readers: Sequence[str], what: str = "readers did not finish in time") -> None:
+        self.readers = tuple(readers)
+        did_not = f"; {len(self.readers)} did not:" if self.readers else ""
+        super().__init__("\n  ".join([what + did_not, *self.readers]))
+
+
 class BadArgument(StateError, ValueError):
     """An argument is invalid, such as a rank outside the group."""
 
@@ -159,7 +181,7 @@ class StateMismatch(StateError):
     """
 
     def __init__(
-        self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | None = None
+        self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | str | None = None
     ) -> None:
         self.mismatches, self.hints = tuple(mismatches), tuple(hints)
         count, shown = len(self.mismatches), self.mismatches[:50]
@@ -192,7 +214,7 @@ class UnknownType(PeerError):
 class StepMismatch(PeerError):
     """The peer's state belongs to another step than the requested one."""
 
-    def __init__(self, *, wanted: int, got: int | None, peer: int | None = None) -> None:
+    def __init__(self, *, wanted: int, got: int | None, peer: int | str | None = None) -> None:
         self.wanted, self.got = wanted, got
         sent = "without a step" if got is None else f"as step {got}"
         super().__init__(
@@ -203,13 +225,17 @@ class StepMismatch(PeerError):
         )
 
 
+class NoSuchVersion(PeerError, LookupError):
+    """No source has the name or the version that was asked for."""
+
+
 class PeerGaveUp(PeerError):
-    """The sender, or a receiver that forwards the state, aborted the transfer.
+    """The sender, or a receiver that forwards the state, aborted the transfer; or a served state changed.
 
     `failed_rank` is the rank that caused the abort, if known; `peer` is the rank that reported it.
     """
 
-    def __init__(self, what: str, *, failed_rank: int | None = None, peer: int | None = None) -> None:
+    def __init__(self, what: str, *, failed_rank: int | None = None, peer: int | str | None = None) -> None:
         super().__init__(what, peer=peer)
         self.failed_rank = failed_rank
 
@@ -233,7 +259,7 @@ class LinkStalled(LinkTimeout):
 class Corrupted(LinkError):
     """The received bytes differ from those that the sender read. `paths` lists the leaves they belong to."""
 
-    def __init__(self, paths: Sequence[str], *, peer: int | None = None) -> None:
+    def __init__(self, paths: Sequence[str], *, peer: int | str | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
             f"the received bytes differ from the sent bytes ({_listed(self.paths)}): they were damaged on "
@@ -241,6 +267,19 @@ class Corrupted(LinkError):
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )
+
+
+class NotAuthorized(LinkError, PermissionError):
+    """A source does not accept the token."""
+
+
+class SourcesLost(LinkError, ConnectionError):
+    """No source can be reached, or all were lost. `reasons` says why, by address."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = [f"{address}: {reason}" for address, reason in self.reasons.items()]
+        super().__init__("\n  ".join(["no source is left to fetch from:", *lines]))
 
 
 class GroupBroken(LinkError, ConnectionError):

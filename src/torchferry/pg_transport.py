@@ -2,14 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, TypeGuard, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchferry import compat
+from torchferry.arguments import (
+    Timeout,
+    check_bool,
+    check_choice,
+    check_state_function,
+    is_int,
+    require,
+    seconds,
+)
 from torchferry.core.compare import Extra
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
@@ -73,13 +81,13 @@ class PGTransport:
     def __init__(
         self,
         pg: Any,
-        timeout: timedelta | float,
+        timeout: Timeout,
         device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
         *,
         strict: bool = True,
         extra: Extra | None = None,
-        stall_timeout: timedelta | float | None = None,
+        stall_timeout: Timeout | None = None,
         verify: bool = True,
         allow_pickle: bool = False,
         mesh: DeviceMesh | None = None,
@@ -87,16 +95,16 @@ class PGTransport:
         relay: bool = False,
     ) -> None:
         _check_group(pg)
-        _check_state_function(state_dict)
+        check_state_function(state_dict)
         flags = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle, "relay": relay}
         for name, flag in flags.items():
-            _require(isinstance(flag, bool), name, "True or False", flag)
-        choices = ", ".join(f'"{choice}"' for choice in get_args(Extra))
-        _require(extra in (None, *get_args(Extra)), "extra", f"one of {choices}", extra)
-        is_count = _is_int(max_metadata_bytes) and max_metadata_bytes > 0
-        _require(is_count, "max_metadata_bytes", "a positive number of bytes", max_metadata_bytes)
-        timeout_s = _seconds(timeout, "timeout")
-        stall_s = None if stall_timeout is None else _seconds(stall_timeout, "stall_timeout")
+            check_bool(flag, name)
+        if extra is not None:
+            check_choice(extra, "extra", get_args(Extra))
+        is_count = is_int(max_metadata_bytes) and max_metadata_bytes > 0
+        require(is_count, "max_metadata_bytes", "a positive number of bytes", max_metadata_bytes)
+        timeout_s = seconds(timeout, "timeout")
+        stall_s = None if stall_timeout is None else seconds(stall_timeout, "stall_timeout")
         self.last_report: Report | None = None
         self._pg = pg
         self._link = ProcessGroupLink(pg, _check_device(device))
@@ -144,7 +152,7 @@ class PGTransport:
         """
         self.last_report = None
         is_list = not isinstance(dst_ranks, (str, bytes)) and isinstance(dst_ranks, Iterable)
-        _require(is_list, "dst_ranks", "a list of ranks", dst_ranks)
+        require(is_list, "dst_ranks", "a list of ranks", dst_ranks)
         peers = [self._check_peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} lists a rank twice")
@@ -176,7 +184,7 @@ class PGTransport:
         return state
 
     def _check_peer(self, rank: int) -> int:
-        _require(_is_int(rank), "a rank", "an int", rank)
+        require(is_int(rank), "a rank", "an int", rank)
         own, size = rank_in(self._pg), size_of(self._pg)
         if size is not None and not 0 <= rank < size:
             raise BadArgument(
@@ -190,15 +198,6 @@ class PGTransport:
         return rank
 
 
-def _require(is_valid: bool, name: str, expected: str, value: object) -> None:
-    if not is_valid:
-        raise BadArgument(f"{name} must be {expected}, not {value!r}")
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_group(pg: Any) -> None:
     if pg is None:
         raise BadArgument("pg is None: call torch.distributed.init_process_group first")
@@ -208,27 +207,7 @@ def _check_group(pg: Any) -> None:
             "GroupMember.NON_GROUP_MEMBER. Only members can send and receive on the group"
         )
     is_group = callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))
-    _require(is_group, "pg", "a process group", pg)
-
-
-def _check_state_function(state_dict: object) -> None:
-    # A module is callable too, but calling it runs its forward pass.
-    if state_dict is not None and (not callable(state_dict) or isinstance(state_dict, torch.nn.Module)):
-        raise BadArgument(
-            f"state_dict must be a function that returns the local state, not a {type(state_dict).__name__}: "
-            "pass model.state_dict, not model.state_dict() or the model"
-        )
-
-
-def _seconds(timeout: timedelta | float, name: str) -> float:
-    try:
-        if isinstance(timeout, (bool, str, bytes)):
-            raise TypeError
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError, OverflowError):
-        raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
-    _require(0 < seconds <= timedelta.max.total_seconds(), name, "positive and finite", timeout)
-    return seconds
+    require(is_group, "pg", "a process group", pg)
 
 
 def _check_device(device: torch.device | str) -> torch.device:
@@ -245,6 +224,6 @@ def _check_device(device: torch.device | str) -> torch.device:
 
 
 def _check_step(step: int | None) -> int | None:
-    is_step = step is None or (_is_int(step) and -(2**63) <= step < 2**63)
-    _require(is_step, "step", "an int of 64 bits", step)
+    is_step = step is None or (is_int(step) and -(2**63) <= step < 2**63)
+    require(is_step, "step", "an int of 64 bits", step)
     return step

@@ -21,6 +21,7 @@ from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import Count, Manifest, Nested, Special
 from torchferry.core.plan import MAX_CHUNK_BYTES
 from torchferry.core.push import NONCE_BYTES, Route, TransferId
+from torchferry.core.text import show_text
 from torchferry.core.validation import validate
 from torchferry.errors import BadManifest
 
@@ -93,7 +94,8 @@ def decode_value(data: bytes | memoryview, decoder: Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadManifest(f"the peer's metadata can't be decoded: {error}") from None
+        # The reason quotes unknown field names.
+        raise BadManifest(f"the peer's metadata can't be decoded: {show_text(str(error))}") from None
 
 
 def data_of(value: Special | Nested) -> bytes | memoryview:

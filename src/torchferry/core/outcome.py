@@ -19,6 +19,7 @@ class ChunkState(IntEnum):
     WRITTEN = 1  # some or all of its bytes may have been overwritten
     WHOLE = 2  # written, and verified unless verification is off
     DAMAGED = 3  # its bytes are not those that were sent
+    EQUAL = 4  # not written, because the local bytes are equal
 
 
 class Outcome(NamedTuple):
@@ -46,7 +47,8 @@ def outcome_of(
     for path, found in _states_by_path(manifest, plan, chunk_states, unfinished):
         if paired is None or path in paired:
             # A tensor without bytes has no chunks. A leaf of only such tensors is whole.
-            is_whole, is_untouched = found <= {ChunkState.WHOLE}, found == {ChunkState.UNTOUCHED}
+            is_whole = found <= {ChunkState.WHOLE, ChunkState.EQUAL}
+            is_untouched = found <= {ChunkState.UNTOUCHED, ChunkState.EQUAL}
             paths = whole if is_whole else untouched if is_untouched else torn
             paths.append(format_path(path))
     return Outcome(tuple(whole), tuple(torn), tuple(untouched))

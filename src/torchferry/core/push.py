@@ -10,7 +10,7 @@ digests. A sender or a forwarding receiver that fails sends an abort instead of 
 import struct
 from collections.abc import Sequence
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -58,21 +58,6 @@ class ReceiverState(Enum):
         self.messages_pending = messages_pending
         self.phase = phase
         self.following = following
-
-
-StateT = TypeVar("StateT", SenderState, ReceiverState)
-
-
-class Machine(Generic[StateT]):
-    """The current state of one end. Any state may also end with an error."""
-
-    def __init__(self, start: StateT) -> None:
-        self.state: StateT = start
-
-    def advance(self, to: StateT) -> None:
-        """Enter a state that may follow the current one."""
-        assert to.label in self.state.following, f"{self.state} is not followed by {to}"
-        self.state = to
 
 
 NONCE_BYTES = 16

@@ -1,6 +1,7 @@
 """The report of a finished transfer."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,78 @@ class Report:
         peers = f"rank {', '.join(map(str, self.peers))}" if self.peers else "no peer"
         if self.forwarded_by is not None:
             peers += f" through rank {self.forwarded_by}"
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         step = "" if self.step is None else f" (step {self.step})"
-        unmatched = {"dropped": self.dropped, "fresh": self.fresh, "kept": self.kept}
-        listed = "".join(f"; {len(paths)} paths {name}" for name, paths in unmatched.items() if paths)
         return (
             f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}{step}, "
-            f"{self.seconds:.3f} s ({phases}){listed}"
+            f"{_show_phases(self)}{_show_unmatched(self)}"
         )
+
+
+@dataclass
+class SourceReport:
+    """What one source delivered, and what went wrong with it."""
+
+    bytes: int = 0
+    chunks: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FetchReport:
+    """Bytes and seconds of one fetch.
+
+    `bytes_total` is the size of the state, `bytes_moved` what came over the network, and `bytes_skipped` what
+    the local state already had. `phases_s` has the seconds of each phase; "wait" is the time in which no
+    newer version was there. `extra_bytes` is the memory that `atomic=True` took. `sources` is by address. If
+    not `confirmed`, a source does not know that the fetch is complete. The rest is as in `Report`.
+    """
+
+    version: int
+    root: str
+    bytes_total: int
+    bytes_moved: int
+    bytes_skipped: int
+    extra_bytes: int
+    phases_s: dict[str, float]
+    sources: dict[str, SourceReport]
+    verified: bool
+    confirmed: bool
+    dropped: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The time of all phases together."""
+        return sum(self.phases_s.values())
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bytes moved over the seconds of moving them; 0 if there was no time."""
+        moving_s = self.phases_s.get("receive tensors", 0.0)
+        return self.bytes_moved / moving_s if moving_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return {**asdict(self), "seconds": self.seconds, "bytes_per_second": self.bytes_per_second}
+
+    def __str__(self) -> str:
+        sources = ", ".join(f"{address} ({each.bytes:,} bytes)" for address, each in self.sources.items())
+        notes = _show_unmatched(self)
+        notes += f"; {self.extra_bytes:,} bytes of extra memory" if self.extra_bytes else ""
+        notes += "" if self.verified else ", not verified"
+        notes += "" if self.confirmed else ", not confirmed"
+        return (
+            f"version {self.version}: {self.bytes_moved:,} of {self.bytes_total:,} bytes moved at "
+            f"{self.bytes_per_second / 1e6:,.0f} MB/s from {sources}, {_show_phases(self)}{notes}"
+        )
+
+
+def _show_phases(report: Report | FetchReport) -> str:
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases_s.items())
+    return f"{report.seconds:.3f} s ({phases})"
+
+
+def _show_unmatched(report: Report | FetchReport) -> str:
+    unmatched = {"dropped": report.dropped, "fresh": report.fresh, "kept": report.kept}
+    return "".join(f"; {len(paths)} paths {name}" for name, paths in unmatched.items() if paths)

@@ -43,6 +43,17 @@ def show_name(name: str) -> str:
     return name if len(name) <= MAX_CHARACTERS and name.isprintable() else show(name)
 
 
+def show_text(text: str, max_characters: int = 1000) -> str:
+    """Return a text on one line, without what is not printable.
+
+    >>> show_text("two\\n  lines\\x07")
+    'two lines'
+    """
+    printable = "".join(c if c.isprintable() else " " for c in text[: 2 * max_characters])
+    line = " ".join(printable.split())
+    return line if len(line) <= max_characters else f"{line[:max_characters]}…"
+
+
 def show_difference(one: str, two: str) -> tuple[str, str]:
     """Shorten two texts to the part in which they differ.
 

@@ -27,15 +27,15 @@ Occurrence = tuple[Path, int]
 
 def occurrences(manifest: Manifest) -> list[Occurrence]:
     """List every path with its leaf, in order."""
-    return [(path, child) for path, child in _walk(manifest) if child >= 0]
+    return [(path, child) for path, child in walk(manifest) if child >= 0]
 
 
 def path_of(manifest: Manifest, child: int) -> Path:
     """Return the first path of leaf `child`, or of branch ~child if it is negative."""
-    return next(path for path, found in _walk(manifest) if found == child)
+    return next(path for path, found in walk(manifest) if found == child)
 
 
-def _walk(manifest: Manifest) -> Iterator[tuple[Path, int]]:
+def walk(manifest: Manifest) -> Iterator[tuple[Path, int]]:
     """Yield every path with its child (see Branch), parents first."""
     stack: list[tuple[Path, int]] = [((), manifest.root)]
     while stack:
@@ -78,7 +78,7 @@ def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -
     remaining = list(values)
     built: list[object] = []
     # Backwards, children come before their branch: they are the last entries of `built`, the first one last.
-    for _, child in reversed(list(_walk(manifest))):
+    for _, child in reversed(list(walk(manifest))):
         if child >= 0:
             built.append(remaining.pop())
         else:

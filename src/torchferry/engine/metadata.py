@@ -4,7 +4,8 @@ Weights go to an inference engine step after step: the bytes change, and the man
 follows from a manifest alone is taken from a cache, where it is keyed by the manifest's encoding.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from sys import maxsize
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchferry.core.extents import TooIrregular
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Plan, TooManyChunks, make_plan
 from torchferry.engine.workspace import Cache
-from torchferry.errors import BadManifest
+from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import assemble
 from torchferry.tensors.assemble import Prepared
 from torchferry.tensors.kinds import RebuildContext
@@ -30,13 +31,13 @@ def encode(manifest: Manifest, cache: Cache) -> EncodedManifest:
 
 def decode(data: bytes, cache: Cache) -> tuple[Frame, EncodedManifest]:
     """Decode a frame, except for its manifest if that is kept; raises BadManifest if it is malformed."""
-
-    def decode_manifest(data: bytes) -> Manifest:
-        key = ("manifest", data)
-        return cache.get(key, lambda: EncodedManifest(codec.decode_manifest(data), data)).manifest
-
-    frame = codec.decode(data, decode_manifest)
+    frame = codec.decode(data, lambda manifest: decode_manifest(manifest, cache).manifest)
     return frame, encode(frame.manifest, cache)
+
+
+def decode_manifest(data: bytes, cache: Cache) -> EncodedManifest:
+    """Decode a manifest, unless it is kept; raises BadManifest if it is malformed."""
+    return cache.get(("manifest", data), lambda: EncodedManifest(codec.decode_manifest(data), data))
 
 
 def plan(encoded: EncodedManifest, cache: Cache, *sizes: Any, **more: Any) -> Plan:
@@ -51,16 +52,34 @@ def plan(encoded: EncodedManifest, cache: Cache, *sizes: Any, **more: Any) -> Pl
     return cache.get(key, lambda: make_plan(encoded.manifest, *sizes, **more), count_bytes)
 
 
-def plan_incoming(frame: Frame, encoded: EncodedManifest, cache: Cache) -> Plan:
-    """Plan the transfer of an incoming state as the sender did; raises BadManifest if that is impossible."""
+def plan_outgoing(encoded: EncodedManifest, cache: Cache, chunk_sizes: Sequence[int], pack_from: int) -> Plan:
+    """Plan with the first chunk size that does not give too many chunks; raises Unsendable if none does."""
     try:
-        found = plan(encoded, cache, frame.chunk_bytes, frame.pack_bytes)
+        for chunk_bytes in chunk_sizes[:-1]:
+            with suppress(TooManyChunks):
+                return plan(encoded, cache, chunk_bytes, pack_from=pack_from)
+        return plan(encoded, cache, chunk_sizes[-1], pack_from=pack_from)
+    except TooIrregular as error:
+        raise Unsendable(
+            f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "
+            "the strided or overlapping views before sending"
+        ) from None
+    except TooManyChunks as error:
+        raise Unsendable(f"{error}: send the state in parts") from None
+
+
+def plan_incoming(
+    encoded: EncodedManifest, cache: Cache, chunk_bytes: int, pack_bytes: int, digests: Sequence[int] | None
+) -> Plan:
+    """Plan the transfer of an incoming state as the peer did; raises BadManifest if that is impossible."""
+    try:
+        found = plan(encoded, cache, chunk_bytes, pack_bytes)
     except TooIrregular as error:
         raise BadManifest(f"the views overlap too irregularly to list ({error})") from None
     except TooManyChunks as error:
         raise BadManifest(f"the peer announces more than can be received at once: {error}") from None
-    if frame.digests is not None and len(frame.digests) != len(found.chunks):
-        raise BadManifest(f"the frame has {len(frame.digests)} digests for {len(found.chunks)} chunks")
+    if digests is not None and len(digests) != len(found.chunks):
+        raise BadManifest(f"the peer sent {len(digests)} digests for {len(found.chunks)} chunks")
     return found
 
 

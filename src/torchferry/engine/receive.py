@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchferry.compat import decode_pickled, load_leaf
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
 from torchferry.core.compare import Extra
+from torchferry.core.machine import Machine
 from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.push import (
     ABORT_BYTES,
     DigestBlock,
-    Machine,
     ReceiverState,
     Route,
     check_length,
@@ -33,7 +33,7 @@ from torchferry.engine.metadata import decode, encode, plan_incoming
 from torchferry.engine.relay import Relay
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import first_bytes
-from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
+from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window, with_outcome
 from torchferry.engine.workspace import Staging, Workspace
 from torchferry.errors import (
     BadManifest,
@@ -42,9 +42,6 @@ from torchferry.errors import (
     LinkError,
     PeerGaveUp,
     StepMismatch,
-    TargetTorn,
-    TornAndBroken,
-    TornAndLate,
 )
 from torchferry.links.base import Channel, Link
 from torchferry.tensors.describe import Description, describe_target
@@ -126,7 +123,8 @@ class _Receive(Transfer[ReceiveOptions]):
         else:
             frame = decode_pickled(data, allow_pickle=self._options.allow_pickle)
             encoded = encode(frame.manifest, self._workspace.cache)
-        plan = plan_incoming(frame, encoded, self._workspace.cache)
+        cache = self._workspace.cache
+        plan = plan_incoming(encoded, cache, frame.chunk_bytes, frame.pack_bytes, frame.digests)
         self._route = self._check_route(frame)
         self._content = frame.manifest, plan
         self._enter(ReceiverState.COMPARING)
@@ -330,23 +328,7 @@ class _Receive(Transfer[ReceiveOptions]):
             return error
         if isinstance(error, PeerGaveUp):
             sink.unmark_whole()
-        outcome = sink.outcome()
-        if not outcome.torn and not outcome.whole:
-            unchanged = "; nothing was overwritten"
-            return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
-        error_class = TargetTorn
-        if isinstance(error, TimeoutError):
-            error_class = TornAndLate
-        elif isinstance(error, ConnectionError):
-            error_class = TornAndBroken
-        torn = error_class(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
-        if isinstance(error, Exception):
-            torn = torn.with_context(peer=self._progress.peer, phase=phase)
-            torn.__cause__ = error
-            return torn
-        # KeyboardInterrupt and SystemExit stay what they are.
-        error.add_note(torn.what)
-        return error
+        return with_outcome(error, sink, peer=self._progress.peer, phase=phase)
 
     def _upstream_hint(self, error: FerryError) -> str:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""

@@ -10,12 +10,11 @@ from msgspec import structs
 
 from torchferry.compat import dump_leaf
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
-from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Chunk, Plan, TooManyChunks
+from torchferry.core.machine import Machine
+from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Chunk, Plan
 from torchferry.core.push import (
     HASH_FIRST_BYTES,
     DigestBlock,
-    Machine,
     SenderState,
     chain,
     encode_block,
@@ -24,7 +23,7 @@ from torchferry.core.push import (
 from torchferry.core.report import Report
 from torchferry.engine import metadata
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
-from torchferry.engine.source import NOT_HASHED, Source
+from torchferry.engine.source import NOT_HASHED, ChunkSource
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -82,7 +81,7 @@ def send_state(
 class _Send(Transfer[SendOptions]):
     """One send, from the description of the state to the report."""
 
-    _source: Source
+    _source: ChunkSource
     _frame: Frame
 
     def __init__(self, link: Link, peers: Sequence[int], options: SendOptions, workspace: Workspace) -> None:
@@ -108,7 +107,7 @@ class _Send(Transfer[SendOptions]):
             encoded = metadata.encode(description.manifest, self._workspace.cache)
             plan = self._plan(encoded)
             self._content = encoded.manifest, plan
-            self._source = Source(description, plan, self._workspace.staging, self._link.can_access)
+            self._source = ChunkSource(description, plan, self._workspace.staging, self._link.can_access)
             self._frame = self._make_frame()
             frames = self._encode(encoded)
             if not self._left_s():
@@ -143,19 +142,8 @@ class _Send(Transfer[SendOptions]):
 
     def _plan(self, encoded: EncodedManifest) -> Plan:
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
-        cache = self._workspace.cache
-        try:
-            if self._routes and chunk_bytes > RELAY_CHUNK_BYTES:
-                with suppress(TooManyChunks):
-                    return metadata.plan(encoded, cache, RELAY_CHUNK_BYTES, pack_from=pack_from)
-            return metadata.plan(encoded, cache, chunk_bytes, pack_from=pack_from)
-        except TooIrregular as error:
-            raise Unsendable(
-                f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "
-                "the strided or overlapping views before sending"
-            ) from None
-        except TooManyChunks as error:
-            raise Unsendable(f"{error}: send the state in parts") from None
+        sizes = [RELAY_CHUNK_BYTES] if self._routes and chunk_bytes > RELAY_CHUNK_BYTES else []
+        return metadata.plan_outgoing(encoded, self._workspace.cache, [*sizes, chunk_bytes], pack_from)
 
     def _make_frame(self) -> Frame:
         """Make the frame. A small state is hashed now; samples of a large one show whether it changed."""

@@ -27,7 +27,7 @@ from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path
 from torchferry.engine.metadata import prepare
 from torchferry.engine.source import digest
-from torchferry.engine.workspace import Cache
+from torchferry.engine.workspace import Cache, Staging
 from torchferry.errors import Mismatch, StateError, StateMismatch
 from torchferry.tensors.assemble import (
     assemble_fresh,
@@ -39,7 +39,16 @@ from torchferry.tensors.assemble import (
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import RebuildContext, properties_of
-from torchferry.tensors.memory import Memory, check_room, copy_items, new_memory, run_of, scatter, write_items
+from torchferry.tensors.memory import (
+    Memory,
+    check_room,
+    copy_items,
+    gather,
+    new_memory,
+    run_of,
+    scatter,
+    write_items,
+)
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -80,6 +89,10 @@ class Sink:
             return None
         places = self.destinations.of(chunk.pieces[0]).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
+
+    def is_open(self, chunk: Chunk) -> bool:
+        """Return whether `open` gave memory of a chunk to the link."""
+        return chunk.number in self._opened
 
     def open(self, chunk: Chunk, place: Direct) -> torch.Tensor:
         """Return the memory of a place, for the link to write. The chunk counts as written from now on."""
@@ -153,6 +166,32 @@ class Sink:
             scatter(memories[first : first + _PIECES_AT_ONCE], some, buffer[start:end])
             start = end
 
+    def needs(self, chunk: Chunk) -> bool:
+        """Return whether any byte of a chunk is written anywhere."""
+        places = (self.destinations.of(piece) for piece in chunk.pieces)
+        return self.destinations.identical or any(place.direct or place.itemwise for place in places)
+
+    def digest(self, chunk: Chunk, staging: Staging, only_in: Collection[int] | None = None) -> int | None:
+        """Return the digest that a chunk would have if it were read from the local state now.
+
+        None if that is not known, because a piece is not copied as it is to one local tensor, or if a piece
+        lies in another storage than those in `only_in`.
+        """
+        places = [self.destinations.of(piece) for piece in chunk.pieces]
+        if self.local is None or any(len(each.direct) != 1 or each.itemwise for each in places):
+            return None
+        storages = [each.direct[0].storage for each in places]
+        if any(storage < 0 or (only_in is not None and storage not in only_in) for storage in storages):
+            return None
+        memories = [self._memory(each.direct[0]) for each in places]
+        if len(memories) == 1 and not chunk.pieces[0].repeats:
+            return digest(run_of(memories[0], chunk.pieces[0]))
+        buffer = staging.take(chunk.nbytes)
+        gather(memories, chunk.pieces, buffer)
+        found = digest(buffer)
+        staging.give_back(buffer)
+        return found
+
     def _mark_written(self, chunk: Chunk) -> None:
         self._states[chunk.number] = ChunkState.WRITTEN
 
@@ -195,6 +234,11 @@ class Sink:
         """Return the paths of the leaves that have bytes in damaged chunks."""
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
         return paths_of(self.manifest, self.plan, damaged)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether any local byte may have been overwritten."""
+        return not {*self._states} <= {ChunkState.UNTOUCHED, ChunkState.EQUAL}
 
     def outcome(self) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now."""

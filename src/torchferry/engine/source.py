@@ -23,23 +23,24 @@ def digest(buffer: torch.Tensor) -> int:
     xxhash releases the GIL while it hashes.
     """
     host = buffer.cpu()
-    return xxh3_64_intdigest(_view(host))
+    return xxh3_64_intdigest(view(host))
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
     """Return the first `nbytes` bytes of a flat buffer, or all it has; raises StateError if it was freed."""
     host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
-    return bytes(_view(host)[:nbytes])
+    return bytes(view(host)[:nbytes])
 
 
-def _view(host: torch.Tensor) -> memoryview:
+def view(host: torch.Tensor) -> memoryview:
     """View a flat CPU buffer of bytes. The caller must keep the buffer alive."""
     check_held(host.untyped_storage(), int(host.storage_offset()) + host.nbytes)
-    return memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b"")
+    found = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
+    return memoryview(found).cast("B")
 
 
 @dataclass
-class Source:
+class ChunkSource:
     """Reads the chunks of a described state.
 
     `digests` has the digest of each chunk, or NOT_HASHED. Several lanes may read at the same time. Reading
@@ -76,6 +77,10 @@ class Source:
         gather([memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
         return buffer
 
+    def copy(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Copy the bytes of a chunk to a flat buffer."""
+        gather([self.description.memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
+
     def release(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Return the buffer of a chunk that was read to the staging pool, if it is from there."""
         if self.must_stage(chunk):
@@ -90,7 +95,7 @@ class Source:
     def _hash(self, chunk: Chunk, buffer: torch.Tensor, *, each_piece: bool) -> None:
         found = digest(buffer)
         if each_piece:
-            self._piece_digests[chunk.number] = _digest_pieces(chunk, buffer, found)
+            self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
         # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
         self.digests[chunk.number] = found
 
@@ -115,7 +120,7 @@ class Source:
                 digests.append(None)
         return digests
 
-    def find_changes(self) -> bool:
+    def find_changes(self, *, also: Sequence[Chunk] = ()) -> bool:
         """Look for changes since the state was described, and return whether there are any.
 
         Torch counts its own writes. A write that bypasses the counters (`.data`, an ndarray over the same
@@ -131,13 +136,22 @@ class Source:
             self._changed |= {piece.storage for piece, earlier, now in pairs if earlier != now}
         for number, digests in self._piece_digests.items():
             self._changed |= self._differing(self.plan.chunks[number], digests)
+        for chunk in also:
+            buffer = self.read(chunk)
+            if digest(buffer) != self.digests[chunk.number]:
+                self.note_change(chunk)
+            self.release(chunk, buffer)
         return bool(self._changed)
+
+    def note_change(self, chunk: Chunk) -> None:
+        """Note that the storages of a chunk changed."""
+        self._changed |= {piece.storage for piece in chunk.pieces}
 
     def _differing(self, chunk: Chunk, before: Sequence[int]) -> set[int]:
         """Return the storages of pieces that, read again, have other digests than before."""
         try:
             buffer = self.read(chunk)
-            digests = _digest_pieces(chunk, buffer, digest(buffer))
+            digests = digest_pieces(chunk, buffer, digest(buffer))
         except StateError:
             return {piece.storage for piece in chunk.pieces}
         self.release(chunk, buffer)
@@ -154,7 +168,8 @@ class Source:
         ]
 
 
-def _digest_pieces(chunk: Chunk, buffer: torch.Tensor, chunk_digest: int) -> list[int]:
+def digest_pieces(chunk: Chunk, buffer: torch.Tensor, chunk_digest: int) -> list[int]:
+    """Return the digest of each piece of a chunk, given the bytes and the digest of the chunk."""
     if len(chunk.pieces) == 1:
         return [chunk_digest]
     return [digest(piece) for piece in buffer.split([piece.nbytes for piece in chunk.pieces])]

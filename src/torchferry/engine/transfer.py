@@ -15,8 +15,19 @@ from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Chunk, Pla
 from torchferry.core.push import DigestBlock
 from torchferry.core.watch import Limits
 from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
+from torchferry.engine.sink import Sink
 from torchferry.engine.workspace import Workspace
-from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout, PeerGaveUp
+from torchferry.errors import (
+    Corrupted,
+    FerryError,
+    LinkError,
+    LinkStalled,
+    LinkTimeout,
+    PeerGaveUp,
+    TargetTorn,
+    TornAndBroken,
+    TornAndLate,
+)
 from torchferry.links.base import Link, Pending
 
 logger = logging.getLogger(__name__)
@@ -40,23 +51,14 @@ class TransferOptions:
 OptionsT = TypeVar("OptionsT", bound=TransferOptions)
 
 
-class Transfer(Generic[OptionsT]):
-    """One transfer, with its deadline. It times its phases in real time."""
+class Phases:
+    """Times the phases of one transfer in real time, and logs them."""
 
-    def __init__(self, name: str, link: Link, options: OptionsT, workspace: Workspace) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._link = link
-        self._options = options
-        self._workspace = workspace
-        self._runner = options.runner()
-        self._deadline_s = self._runner.now_s() + options.timeout_s
-        self._content: tuple[Manifest, Plan] | None = None
         self._phase = ""
         self._seconds: dict[str, float] = {}
         self._started = 0.0
-
-    def _left_s(self) -> float:
-        return max(self._deadline_s - self._runner.now_s(), 0.0)
 
     def _enter_phase(self, phase: str) -> None:
         if phase != self._phase:
@@ -72,6 +74,22 @@ class Transfer(Generic[OptionsT]):
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + seconds
             logger.debug("%s: %s %s after %.6f s", self._name, self._phase, outcome, seconds)
         return self._seconds
+
+
+class Transfer(Phases, Generic[OptionsT]):
+    """One transfer over a link, with its deadline."""
+
+    def __init__(self, name: str, link: Link, options: OptionsT, workspace: Workspace) -> None:
+        super().__init__(name)
+        self._link = link
+        self._options = options
+        self._workspace = workspace
+        self._runner = options.runner()
+        self._deadline_s = self._runner.now_s() + options.timeout_s
+        self._content: tuple[Manifest, Plan] | None = None
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - self._runner.now_s(), 0.0)
 
     def _run_lanes(self, lanes: Sequence[Lane[Any]]) -> None:
         run_lanes(self._link, lanes, Limits(self._deadline_s, self._options.stall_s), self._runner)
@@ -95,6 +113,31 @@ class Transfer(Generic[OptionsT]):
             if not isinstance(error, LinkStalled):
                 more += f"{'' if more.endswith('?') else '.'} The timeout was {self._options.timeout_s:g} s"
         return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)
+
+
+def with_outcome(
+    error: BaseException, sink: Sink, *, peer: int | None, phase: str, keep: bool = False
+) -> BaseException:
+    """Return an error that says what a failed transfer did to the local state.
+
+    With `keep`, it is the same error with a note, as KeyboardInterrupt and SystemExit always are.
+    """
+    if not sink.has_written:
+        unchanged = "; nothing was overwritten"
+        return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
+    error_class = TargetTorn
+    if isinstance(error, TimeoutError):
+        error_class = TornAndLate
+    elif isinstance(error, ConnectionError):
+        error_class = TornAndBroken
+    outcome = sink.outcome()
+    torn = error_class(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
+    if isinstance(error, Exception) and not keep:
+        torn = torn.with_context(peer=peer, phase=phase)
+        torn.__cause__ = error
+        return torn
+    error.add_note(torn.what)
+    return error
 
 
 class InFlight(NamedTuple):

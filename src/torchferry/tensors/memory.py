@@ -71,6 +71,17 @@ def new_memory(nbytes: int) -> Memory:
         raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
 
 
+def new_block(nbytes: int, what: str) -> torch.Tensor:
+    """Allocate a flat buffer of bytes on the CPU; raises StateError if there is not enough memory."""
+    check_room(nbytes, what)
+    try:
+        # Outside of inference mode too, such a buffer is written.
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=CPU)
+    except (RuntimeError, MemoryError) as error:
+        raise StateError(f"no memory for the {nbytes} bytes of {what}: {error}") from None
+
+
 def memory_at(address: int, nbytes: int) -> Memory:
     """View memory of this process as a storage. The caller keeps its owner alive."""
     if nbytes == 0:

@@ -91,7 +91,7 @@ def _explain_unsendable(value: Any) -> str:
         return what + "a tensor can't be a key or in a set: put it into a list or a dict's values"
     return what + (
         "send its state as built-in values and tensors and rebuild it at the receiver, leave it out, "
-        "or, between peers that trust each other, set allow_pickle=True on both"
+        "or, with PGTransport between peers that trust each other, set allow_pickle=True on both"
     )
 
 

@@ -1,0 +1,153 @@
+"""Decides which source is asked for which chunks. Time is an argument, so simulations use the same rules.
+
+A fetch has a few lanes: connections that ask a source for a range of chunks at a time. A lane that is done
+takes the next range, so faster sources deliver more. A lane that is overdue is closed, and its chunks are
+needed again.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+REQUEST_BYTES = 8 << 20
+"""How much a lane asks for at once: enough that the time for a request does not matter."""
+
+OVERDUE_S = 1.0
+"""How long a chunk may be late before another source is asked for it."""
+
+_SLOW = 4
+"""A chunk is late if it takes this many times as long as chunks usually take."""
+
+_MAX_FAILURES = 3
+"""How many times in a row a lane may break or deliver damage before its source is given up."""
+
+
+@dataclass
+class Backoff:
+    """When a source may be asked again: it rests after it was overdue, each time twice as long.
+
+    >>> backoff = Backoff()
+    >>> backoff.overdue(now_s=10.0), backoff.rests(10.9), backoff.rests(11.0)
+    (None, True, False)
+    """
+
+    _failures: Counter[int] = field(default_factory=Counter)  # by lane, since its last chunk landed
+    _rest_s: float = 0.0
+    _rests_until_s: float = 0.0
+
+    def rests(self, now_s: float) -> bool:
+        """Return whether other sources are to be asked first."""
+        return now_s < self._rests_until_s
+
+    def overdue(self, now_s: float) -> None:
+        """Note that the source was too slow."""
+        self._rest_s = 2 * self._rest_s or OVERDUE_S
+        self._rests_until_s = now_s + self._rest_s
+
+    def failed(self, lane: int) -> bool:
+        """Note that a lane broke, or delivered a damaged chunk; return whether to give the source up."""
+        self._failures[lane] += 1
+        return self._failures[lane] > _MAX_FAILURES
+
+    def landed(self, lane: int) -> None:
+        """Note that the source delivered a chunk."""
+        self._failures[lane], self._rest_s = 0, 0.0
+
+
+@dataclass
+class _Asked:
+    """The chunks that a lane was asked for and has not delivered. `began_s` is the start of the first."""
+
+    chunks: deque[int]
+    began_s: float
+    heard_s: float
+
+
+class Schedule:
+    """The chunks that are needed, and those that lanes were asked for. Lanes have numbers.
+
+    >>> schedule = Schedule([4, 4, 4], needed=[0, 2])
+    >>> schedule.take(lane=7, lanes=1, now_s=0.0), schedule.take(lane=8, lanes=1, now_s=0.0)
+    (range(0, 1), range(2, 3))
+    >>> schedule.landed(7, 0, now_s=0.5), schedule.give_up(8), schedule.take(7, lanes=1, now_s=0.5)
+    (None, None, range(2, 3))
+    """
+
+    def __init__(self, sizes: Sequence[int], needed: Iterable[int]) -> None:
+        self._sizes = sizes
+        self._needed: deque[range] = deque(_runs(needed))
+        self._needed_bytes = sum(sizes[chunk] for run in self._needed for chunk in run)
+        self._asked: dict[int, _Asked] = {}
+        self._chunk_s: float | None = None  # how long a chunk usually takes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every needed chunk has landed."""
+        return not self._needed and not self._asked
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are chunks that no lane was asked for."""
+        return bool(self._needed)
+
+    def take(self, lane: int, lanes: int, now_s: float) -> range:
+        """Return the chunks that an idle lane asks for now, out of `lanes` lanes; empty if none is left.
+
+        Towards the end, lanes ask for less, so that they finish at about the same time.
+        """
+        assert lane not in self._asked, "a lane delivers what it was asked for before it takes more"
+        if not self._needed:
+            return range(0)
+        limit = min(REQUEST_BYTES, self._needed_bytes // (2 * lanes))
+        run = self._needed.popleft()
+        end = run.start + 1
+        nbytes = self._sizes[run.start]
+        while end < run.stop and nbytes + self._sizes[end] <= limit:
+            nbytes += self._sizes[end]
+            end += 1
+        if end < run.stop:
+            self._needed.appendleft(range(end, run.stop))
+        self._needed_bytes -= nbytes
+        self._asked[lane] = _Asked(deque(range(run.start, end)), now_s, now_s)
+        return range(run.start, end)
+
+    def heard(self, lane: int, heard_s: float) -> None:
+        """Note when a lane last received some bytes."""
+        if lane in self._asked:
+            self._asked[lane].heard_s = max(self._asked[lane].heard_s, heard_s)
+
+    def landed(self, lane: int, chunk: int, now_s: float) -> None:
+        """Note that a lane delivered its next chunk, verified and written."""
+        asked = self._asked[lane]
+        assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which they were asked for"
+        asked.chunks.popleft()
+        took_s = now_s - asked.began_s
+        self._chunk_s = took_s if self._chunk_s is None else 0.8 * self._chunk_s + 0.2 * took_s
+        asked.began_s = asked.heard_s = now_s
+        if not asked.chunks:
+            del self._asked[lane]
+
+    def give_up(self, lane: int) -> None:
+        """Take back what a lane has not delivered. The lane must not write any more."""
+        asked = self._asked.pop(lane, None)
+        if asked is not None:
+            self._needed.extendleft(reversed(list(_runs(asked.chunks))))
+            self._needed_bytes += sum(self._sizes[chunk] for chunk in asked.chunks)
+
+    def overdue(self, now_s: float) -> list[int]:
+        """List the lanes that have been silent for too long, or take too long for a chunk."""
+        return [lane for lane, asked in self._asked.items() if self._late_s(asked) <= now_s]
+
+    def _late_s(self, asked: _Asked) -> float:
+        late_s = asked.heard_s + OVERDUE_S
+        if self._chunk_s is not None:
+            late_s = min(late_s, asked.began_s + _SLOW * self._chunk_s + OVERDUE_S)
+        return late_s
+
+
+def _runs(chunks: Iterable[int]) -> Iterable[range]:
+    """Group chunk numbers, which are in order, into runs of consecutive ones."""
+    for _, group in groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
+        run = [chunk for _, chunk in group]
+        yield range(run[0], run[-1] + 1)

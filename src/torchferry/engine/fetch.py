@@ -1,0 +1,429 @@
+"""A fetch from start to end: open leases, compare, receive what differs, write it, and confirm.
+
+Threads talk to the sources (`sources`, `receiving`). The calling thread decides and watches: it chooses the
+version, compares, reports progress, and ends everything at the deadline.
+"""
+
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+from typing import Any, Literal, TypeVar
+
+from torchferry.core.codec import EncodedManifest
+from torchferry.core.compare import Extra
+from torchferry.core.machine import Machine
+from torchferry.core.outcome import ChunkState
+from torchferry.core.plan import Chunk, Plan
+from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
+from torchferry.core.report import FetchReport
+from torchferry.core.schedule import OVERDUE_S
+from torchferry.core.text import show_text
+from torchferry.engine import metadata
+from torchferry.engine.history import history
+from torchferry.engine.landing import Landing
+from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
+from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.sources import Sources
+from torchferry.engine.transfer import Phases, with_outcome
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import (
+    BadManifest,
+    FerryError,
+    LinkError,
+    LinkStalled,
+    LinkTimeout,
+    PeerError,
+    PeerGaveUp,
+    StateError,
+    StateMismatch,
+)
+from torchferry.links.address import Address
+from torchferry.tensors.describe import Description, describe_target
+from torchferry.tensors.kinds import RebuildContext
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CONFIRM_S = 5.0
+"""How long a fetch tries to confirm that it is complete."""
+
+_FAILED_S = 0.25
+"""How long a fetch that failed tries to tell the sources why."""
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """How far a fetch is. `peer` is the source that delivered last, as host and port."""
+
+    bytes_moved: int
+    bytes_total: int
+    phase: str
+    peer: str | None
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """The checked arguments of `torchferry.fetch`. `local_state` returns the state to write to."""
+
+    wanted: LeaseRequest
+    timeout_s: float
+    max_metadata_bytes: int
+    local_state: Callable[[], object] | None
+    strict: bool
+    extra: Extra
+    compare: bool | Literal["auto"]
+    atomic: bool
+    verify: bool
+    stall_s: float | None
+    tls: ssl.SSLContext | None
+    context: RebuildContext
+    on_progress: Callable[[ProgressEvent], object] | None
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A fetched state, its version, and a report of what was moved."""
+
+    state: Any
+    version: int
+    report: FetchReport
+
+
+def fetch_state(addresses: Sequence[Address], options: FetchOptions, workspace: Workspace) -> Fetched:
+    """Fetch a state from all sources that serve the same version, into fresh tensors or a local state.
+
+    Raises what `torchferry.fetch` documents.
+    """
+    fetch = _Fetch(addresses, options, workspace)
+    try:
+        return fetch.run()
+    except BaseException as error:
+        failure = error
+        try:
+            fetch.stop(fetch.result_of(error))
+        except KeyboardInterrupt as again:
+            failure = again
+        explained = fetch.explain(failure)
+        try:
+            if explained is error:
+                raise
+            raise explained from explained.__cause__
+        finally:
+            del failure, explained  # they refer to this frame
+    finally:
+        fetch.stop()
+        fetch.forget_errors()
+
+
+class _Fetch(Phases):
+    """One fetch, from the description of the local state to the report."""
+
+    def __init__(self, addresses: Sequence[Address], options: FetchOptions, workspace: Workspace) -> None:
+        super().__init__(f"fetch {os.urandom(4).hex()}")
+        self._options = options
+        self._workspace = workspace
+        self._deadline_s = time.monotonic() + options.timeout_s
+        self._machine = Machine(FetchState.CONNECTING)
+        self._enter_phase("connect" if options.wanted.newer_than is None else "wait")
+        self._sources = Sources(
+            self._name, addresses, options.wanted, options.tls, options.max_metadata_bytes
+        )
+        self._receiving: Receiving | None = None
+        self._sink: Sink | None = None
+        self._reported_bytes = 0
+        self._callback_error: BaseException | None = None
+
+    def run(self) -> Fetched:
+        options = self._options
+        self._sources.open_all(options.timeout_s)
+        # Work that grows with the number of tensors is done in threads, so that progress is reported.
+        local = None
+        if options.local_state is not None:
+            local = self._in_thread(describe_target, options.local_state())
+        grant = self._choose()
+        self._enter(FetchState.MANIFEST)
+        grant, encoded, digests = self._read_metadata(grant)
+        self._enter(FetchState.COMPARING)
+        plan = self._in_thread(self._plan, encoded, digests, grant)
+        target = self._target(encoded, plan, local)
+        self._sink = sink = target.sink
+        needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
+        atomic = options.atomic and local is not None
+        landing = Landing(sink, needed, self._workspace.staging, atomic=atomic)
+        self._enter(FetchState.RECEIVING)
+        self._receiving = receiving = Receiving(
+            self._sources, plan, needed, digests if options.verify else (), landing, self._deadline_s
+        )
+        try:
+            while not receiving.is_done:
+                receiving.check(options.stall_s)
+                self._watch(lambda: receiving.is_done, time.monotonic() + EVENT_S)
+            receiving.check(options.stall_s)
+            self._enter(FetchState.ASSEMBLING)
+            if atomic and not options.verify:
+                self._in_thread(self._raise_if_changed, needed)
+            # In a thread, so that Ctrl-C does not interrupt an atomic write.
+            self._in_thread(landing.apply, finish=True)
+        finally:
+            receiving.stop()
+            sink.increment_versions()
+        # If this fails, it is not known which tensors are complete.
+        sink.unmark_whole()
+        state = target.assemble()
+        self._enter(FetchState.CONFIRMING)
+        confirmed = self._confirm(grant)
+        self._enter(FetchState.DONE)
+        report = FetchReport(
+            version=grant.version,
+            root=grant.root,
+            bytes_total=plan.payload_bytes,
+            bytes_moved=receiving.moved_bytes,
+            bytes_skipped=plan.payload_bytes - receiving.total_bytes,
+            extra_bytes=landing.extra_bytes,
+            phases_s=self._finish_phase(),
+            sources={source.peer: source.report for source in self._sources.all},
+            verified=options.verify,
+            confirmed=confirmed,
+            dropped=target.dropped,
+            fresh=target.fresh,
+            kept=target.kept,
+        )
+        logger.info("%s: %s", self._name, report)
+        return Fetched(state, grant.version, report)
+
+    def _enter(self, state: FetchState) -> None:
+        self._machine.advance(state)
+        self._enter_phase(state.phase or self._phase)
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    # The steps.
+
+    def _choose(self) -> Grant:
+        """Wait for the answers of the sources, and choose the version to fetch."""
+        wanted, stall_s = self._options.wanted, self._options.stall_s
+        until_s = self._deadline_s
+        if stall_s is not None and wanted.newer_than is None:
+            until_s = min(until_s, time.monotonic() + stall_s)
+        self._watch(self._sources.is_settled, until_s)
+        grant = self._sources.choose()
+        if grant is None:
+            raise self._sources.why_none(is_late=time.monotonic() >= until_s)
+        logger.debug("%s: version %d, root %s", self._name, grant.version, grant.root)
+        if wanted.newer_than is not None:
+            self._deadline_s = time.monotonic() + self._options.timeout_s
+        return grant
+
+    def _read_metadata(self, grant: Grant) -> tuple[Grant, EncodedManifest, tuple[int, ...]]:
+        """Read the manifest and the digests from the first source that delivers them.
+
+        If no source delivers those of the chosen version, choose again among the others.
+        """
+        sources, began_s, stall_s = self._sources, time.monotonic(), self._options.stall_s
+        for attempt in count():
+            for source in sources.serving():
+                # Another source may be faster.
+                patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else self._left_s()
+                patience_s = min(patience_s, self._left_s(), stall_s or patience_s)
+                try:
+                    until_s = time.monotonic() + patience_s
+                    manifest, digests = self._in_thread(source.metadata, patience_s, until_s=until_s)
+                    encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
+                    sources.is_final = True
+                    return grant, encoded, digests
+                except LinkTimeout as error:
+                    source.shut_down_readers()
+                    source.backoff.overdue(time.monotonic())
+                    source.report.failures.append(error.what)
+                except (LinkError, PeerError) as error:
+                    sources.lose(source, error)
+                if stall_s is not None and time.monotonic() > began_s + stall_s:
+                    raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
+            if not sources.serving():
+                self._watch(lambda: sources.choose() is not None or not sources.unanswered, self._deadline_s)
+                grant = sources.choose() or grant
+            if not sources.serving() or not self._left_s():
+                break
+        raise sources.why_none(is_late=not self._left_s())
+
+    def _plan(self, encoded: EncodedManifest, digests: Sequence[int], grant: Grant) -> Plan:
+        cache, chunk_bytes, pack_bytes = self._workspace.cache, grant.chunk_bytes, grant.pack_bytes
+        if pack_bytes > chunk_bytes:
+            raise BadManifest(f"pack_bytes is {pack_bytes}, more than chunk_bytes, which is {chunk_bytes}")
+        plan = metadata.plan_incoming(encoded, cache, chunk_bytes, pack_bytes, digests)
+        if (len(plan.chunks), plan.payload_bytes) != (grant.chunks, grant.payload_bytes):
+            raise BadManifest(
+                f"the source announces {grant.chunks} chunks of {grant.payload_bytes} bytes, but its "
+                f"manifest has {len(plan.chunks)} chunks of {plan.payload_bytes} bytes"
+            )
+        return plan
+
+    def _target(self, encoded: EncodedManifest, plan: Plan, local: Description | None) -> Target:
+        options, cache = self._options, self._workspace.cache
+        if local is None:
+            return target_in_new_memory(encoded, plan, options.context, cache)
+        return target_in_place(
+            encoded, plan, local, options.context, cache, strict=options.strict, extra=options.extra
+        )
+
+    def _needed(self, sink: Sink, digests: Sequence[int], local: Description | None) -> list[int]:
+        """List the chunks to fetch: those that differ from the local tensors, if that is to be compared."""
+        needed = [chunk for chunk in sink.plan.chunks if sink.needs(chunk)]
+        if local is not None:
+            written = history.written_before(local)
+            if self._options.compare is not False:
+                known = None if self._options.compare is True else written
+                needed = [chunk for chunk in needed if self._differs(sink, chunk, digests, known)]
+        return [chunk.number for chunk in needed]
+
+    def _differs(
+        self, sink: Sink, chunk: Chunk, digests: Sequence[int], known: Collection[int] | None
+    ) -> bool:
+        """Return whether a chunk must be fetched: local tensors in the `known` storages do not hold it."""
+        if not self._left_s():
+            raise LinkTimeout("comparing the states took longer than the timeout")
+        if sink.digest(chunk, self._workspace.staging, known) != digests[chunk.number]:
+            return True
+        sink.mark(chunk.number, chunk.number + 1, ChunkState.EQUAL)
+        return False
+
+    def _raise_if_changed(self, needed: Sequence[int]) -> None:
+        """Raise PeerGaveUp if a live state changed: what was not verified may be a mixture."""
+        for source in self._sources.live():
+            source.report_damage(needed[0], self._left_s())
+
+    def _confirm(self, grant: Grant) -> bool:
+        """Tell every source that the fetch is complete, and return whether all know.
+
+        Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
+        """
+        serving, result = self._sources.serving(), Result("confirmed", verified=self._options.verify)
+        # A source that is known to be too slow is not waited for.
+        ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
+        untold = self._in_thread(self._sources.tell, ready, result, min(_CONFIRM_S, self._left_s()))
+        unsure = [source for source in self._sources.live() if source in untold or source not in ready]
+        if unsure and not self._options.verify:
+            peers = ", ".join(source.peer for source in unsure)
+            raise PeerGaveUp(f"nothing was verified, and {peers} can't say whether its state changed")
+        if not untold and serving:
+            return True
+        lost = ", ".join(source.peer for source in untold or self._sources.all)
+        logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
+        return False
+
+    # Waiting, with progress.
+
+    def _in_thread(
+        self, work: Callable[..., T], *args: object, until_s: float = inf, finish: bool = False
+    ) -> T:
+        """Run something in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
+
+        With `finish`, an exception in the calling thread waits until the work is done.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work(*args))
+            except BaseException as error:
+                errors.append(error)
+            with self._sources.changed:
+                self._sources.changed.notify_all()
+
+        thread = self._sources.start(run)
+        try:
+            self._watch(lambda: bool(results or errors), until_s)
+        except BaseException:
+            while finish and thread.is_alive():
+                with suppress(KeyboardInterrupt):  # a second one
+                    thread.join()
+            raise
+        if errors:
+            raise errors.pop()  # a reference to it here would be a cycle
+        if not results:
+            raise LinkTimeout("this step took longer than its time limit")
+        return results[0]
+
+    def _watch(self, is_done: Callable[[], bool], until_s: float) -> None:
+        """Wait until something is done, or until a time, and report progress meanwhile."""
+        while True:
+            with self._sources.changed:
+                left_s = until_s - time.monotonic()
+                if not is_done() and left_s > 0:
+                    self._sources.changed.wait(min(left_s, EVENT_S))
+                done = is_done()
+            self._emit()
+            if done or time.monotonic() >= until_s:
+                return
+
+    def _emit(self) -> None:
+        """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""
+        if self._options.on_progress is None:
+            return
+        receiving = self._receiving
+        moved, total, peer = 0, 0, None
+        if receiving is not None:
+            moved, total, peer = receiving.moved_bytes, receiving.total_bytes, receiving.last_peer
+        while True:
+            self._reported_bytes = min(moved, self._reported_bytes + EVENT_BYTES)
+            try:
+                self._options.on_progress(ProgressEvent(self._reported_bytes, total, self._phase, peer))
+            except BaseException as error:
+                self._callback_error = error
+                raise
+            if self._reported_bytes >= moved:
+                return
+
+    # The end.
+
+    def stop(self, result: Result | None = None) -> None:
+        """End everything. Tell the sources the result, if there is one."""
+        with self._sources.changed:
+            self._sources.is_over = True
+            self._sources.changed.notify_all()
+        if result is not None:
+            granted = [source for source in self._sources.all if source.grant is not None]
+            with suppress(FerryError):
+                self._sources.tell(granted, result, _FAILED_S)
+        for source in self._sources.all:
+            source.shut_down()
+
+    def forget_errors(self) -> None:
+        """Forget all errors. They refer to frames, and these to what was fetched: a cycle would keep it."""
+        self._callback_error = None
+        self._sources.forget_errors()
+        if self._receiving is not None:
+            self._receiving.failure = None
+
+    def result_of(self, error: BaseException) -> Result:
+        """Return what to tell the sources about a fetch that failed."""
+        reason = show_text(
+            error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+        )
+        if self._machine.state is FetchState.COMPARING and isinstance(error, (StateMismatch, PeerError)):
+            self._machine.advance(FetchState.REFUSED)
+            return Result("refused", reason)
+        return Result("failed", reason)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return an error with its context, and with what it did to the local state."""
+        self._finish_phase("failed")
+        if isinstance(error, MemoryError):
+            error = StateError("there is not enough memory for the fetch")
+        if isinstance(error, FerryError):
+            error = error.with_context(phase=self._phase)
+        if self._sink is None or self._sink.local is None:
+            return error
+        if isinstance(error, PeerGaveUp) and not self._options.verify:
+            self._sink.unmark_whole()
+        keep = error is self._callback_error
+        return with_outcome(error, self._sink, peer=None, phase=self._phase, keep=keep)

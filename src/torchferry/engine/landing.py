@@ -1,0 +1,62 @@
+"""Where fetched chunks go: to the sink at once, or with `atomic` when all have arrived."""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from torchferry.core.plan import Chunk
+from torchferry.engine.sink import Sink
+from torchferry.engine.workspace import Staging
+from torchferry.tensors.memory import new_block
+
+
+class Landing:
+    """Takes the needed chunks. Several lanes may use it at the same time, each for its own chunk.
+
+    With `atomic`, chunks are kept in `extra_bytes` of memory until `apply` writes them. Raises StateError if
+    there is not enough.
+    """
+
+    def __init__(self, sink: Sink, needed: Sequence[int], staging: Staging, *, atomic: bool) -> None:
+        self.sink = sink
+        self._staging = staging
+        self._lock = threading.Lock()
+        self._beside: dict[int, torch.Tensor] = {}
+        self.extra_bytes = 0
+        if atomic:
+            sizes = [sink.plan.chunks[number].nbytes for number in needed]
+            self.extra_bytes = sum(sizes)
+            block = new_block(self.extra_bytes, "the copy for atomic=True")
+            self._beside = dict(zip(needed, block.split(sizes), strict=True)) if sizes else {}
+
+    def open(self, chunk: Chunk) -> torch.Tensor:
+        """Return the memory that a chunk is received into: that of the state itself where possible."""
+        if chunk.number in self._beside:
+            return self._beside[chunk.number]
+        with self._lock:
+            place = self.sink.direct_place(chunk, lambda device: device.type == "cpu")
+            if place is not None:
+                return self.sink.open(chunk, place)
+            return self._staging.take(chunk.nbytes, pinned=self.sink.pinned)
+
+    def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Write a chunk that was received, and verified unless that is off."""
+        if chunk.number in self._beside:
+            return
+        with self._lock:
+            was_staged = not self.sink.is_open(chunk)
+            self._write(chunk, buffer)
+        if was_staged:
+            self._staging.give_back(buffer)
+
+    def _write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        self.sink.write(chunk, buffer)
+        if self.sink.failure is not None:
+            raise self.sink.failure
+        self.sink.accept(chunk)
+
+    def apply(self) -> None:
+        """Write the chunks that were kept beside the local state."""
+        for number, buffer in self._beside.items():
+            self._write(self.sink.plan.chunks[number], buffer)

@@ -1,0 +1,139 @@
+"""A published version: its manifest, its digests, and its chunks, in a copy or in the state itself."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from torchferry.core.codec import EncodedManifest
+from torchferry.core.plan import Plan
+from torchferry.core.pull import PULL_CHUNK_BYTES, encode_digests, metadata_digest
+from torchferry.core.root import layout_of, root_of
+from torchferry.engine import metadata
+from torchferry.engine.source import ChunkSource, digest, digest_pieces, view
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import StateChanged, StateError
+from torchferry.tensors.describe import describe
+from torchferry.tensors.memory import new_block
+
+
+class SnapshotMemory:
+    """The memory of one name's snapshots, which one version leaves to the next. At most one block is kept."""
+
+    def __init__(self) -> None:
+        self._kept: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a block of exactly this size; raises StateError if there is not enough memory."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None and kept.nbytes == nbytes:
+            return kept
+        del kept  # before the next block is allocated
+        return new_block(nbytes, "the snapshot")
+
+    def give_back(self, block: torch.Tensor) -> None:
+        """Keep a block for the next version."""
+        with self._lock:
+            self._kept = block
+
+
+@dataclass(eq=False)
+class Published:
+    """One version of a state. Its chunks are in `block` if they were copied, or else read from `source`."""
+
+    version: int
+    encoded: EncodedManifest
+    plan: Plan
+    digests: Sequence[int]
+    root: str
+    layout: str
+    source: ChunkSource | None
+    block: torch.Tensor | None
+    memory: SnapshotMemory
+
+    def __post_init__(self) -> None:
+        self._ends = list(accumulate(chunk.nbytes for chunk in self.plan.chunks))
+        self.is_copy = self.block is not None
+        self.nbytes = self.plan.payload_bytes
+        self.encoded_digests = encode_digests(self.digests)
+        self.metadata = metadata_digest(
+            self.encoded.data, self.encoded_digests, self.version, self.root, self.layout
+        )
+
+    def size(self, first: int, end: int) -> int:
+        """Return the size of the chunks from `first` to `end` in bytes."""
+        return self._ends[end - 1] - (self._ends[first - 1] if first else 0)
+
+    def read(self, first: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes of the chunks from `first` to `end`, in order."""
+        for chunk in self.plan.chunks[first:end]:
+            stop = self._ends[chunk.number]
+            if self.block is not None:
+                yield view(self.block[stop - chunk.nbytes : stop])
+            elif self.source is not None:
+                try:
+                    buffer = self.source.read(chunk)
+                except StateError:
+                    # Its memory was freed. The next request is told so.
+                    self.source.note_change(chunk)
+                    raise
+                yield view(buffer)
+                self.source.release(chunk, buffer)
+
+    def changed_paths(self, chunk: int | None = None) -> list[str]:
+        """Return the paths that changed since they were published: by counters, or read again in a chunk."""
+        if self.source is None:
+            return []
+        self.source.find_changes(also=() if chunk is None else (self.plan.chunks[chunk],))
+        return self.source.changed_paths()
+
+    def free(self) -> None:
+        """Give the memory back, when nobody reads it any more."""
+        self.source = None
+        if self.block is not None:
+            self.memory.give_back(self.block)
+            self.block = None
+
+
+def publish(
+    state: object, version: int, workspace: Workspace, memory: SnapshotMemory, *, snapshot: bool
+) -> Published:
+    """Describe and hash a state, and copy it if `snapshot`.
+
+    Raises Unsendable if it can't be sent, StateChanged if it changed meanwhile, and StateError if there is no
+    memory for the copy.
+    """
+    # All tensors are read here, after the work that the current streams of accelerators still have to do. So
+    # other threads, with other streams, need no event to read them later.
+    described = describe(state)
+    encoded = metadata.encode(described.manifest, workspace.cache)
+    # Only a state of more than 256 GiB has larger chunks.
+    sizes = [PULL_CHUNK_BYTES << shift for shift in (0, 2, 4, 6)]
+    plan = metadata.plan_outgoing(encoded, workspace.cache, sizes, pack_from=1)
+    source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")
+    block = memory.take(plan.payload_bytes) if snapshot else None
+    digests: list[int] = []
+    pieces: list[int] = []
+    start = 0
+    for chunk in plan.chunks:
+        if block is None:
+            buffer = source.read(chunk)
+        else:
+            buffer = block[start : start + chunk.nbytes]
+            source.copy(chunk, buffer)
+        start += chunk.nbytes
+        digests.append(digest(buffer))
+        pieces += digest_pieces(chunk, buffer, digests[-1])
+        if block is None:
+            source.release(chunk, buffer)
+    source.digests = digests
+    if described.changed_tensors():
+        source.find_changes()
+        raise StateChanged(source.changed_paths())
+    root, layout = root_of(encoded.manifest, plan, pieces), layout_of(encoded.manifest, plan)
+    live = None if snapshot else source
+    return Published(version, encoded, plan, digests, root, layout, live, block, memory)

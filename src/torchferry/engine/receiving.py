@@ -1,0 +1,257 @@
+"""Receiving the chunks of a fetch: lanes ask the sources for ranges, verify each chunk and write it."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64
+
+from torchferry.core.outcome import paths_of
+from torchferry.core.plan import Plan
+from torchferry.core.pull import Grant
+from torchferry.core.schedule import Schedule
+from torchferry.engine.landing import Landing
+from torchferry.engine.remote import LeaseEnded, RemoteSource
+from torchferry.engine.source import view
+from torchferry.engine.sources import Sources
+from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout
+from torchferry.links.http import HttpConnection
+
+EVENT_BYTES = 8 << 20
+EVENT_S = 0.1
+"""The calling thread is woken for this many bytes, and at least this often."""
+
+_LANES = 2
+"""How many connections read chunks from a single source. Of several sources, each has one."""
+
+_HASH_BYTES = 256 << 10
+"""Bytes are received and hashed in pieces of this size, while they are in the cache."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A thread that asks one source for chunks, one range after the other. It has a connection or none.
+
+    `is_overdue` is set when the connection was ended because the source was too slow.
+    """
+
+    number: int
+    source: RemoteSource
+    thread: threading.Thread | None = None
+    connection: HttpConnection | None = None
+    is_overdue: bool = False
+
+
+class Receiving:
+    """Receives the chunks that a fetch needs. `digests` is empty if nothing is verified.
+
+    The calling thread calls `check` again and again until `is_done`.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        plan: Plan,
+        needed: Sequence[int],
+        digests: Sequence[int],
+        landing: Landing,
+        deadline_s: float,
+    ) -> None:
+        self.total_bytes = sum(plan.chunks[number].nbytes for number in needed)
+        self.moved_bytes = 0
+        self.last_peer: str | None = None
+        self._sources = sources
+        self._changed = sources.changed
+        self._plan = plan
+        self._digests = digests
+        self._landing = landing
+        self._deadline_s = deadline_s
+        self._schedule = Schedule([chunk.nbytes for chunk in plan.chunks], needed)
+        self._lanes: list[_Lane] = []
+        self.failure: BaseException | None = None
+        self._heard_s = time.monotonic()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every needed chunk has landed, or something failed that no other source can deliver."""
+        return self._schedule.is_done or self.failure is not None
+
+    # The calling thread.
+
+    def check(self, stall_s: float | None) -> None:
+        """Start lanes for sources that have none, end those that are overdue; raises what ends the fetch."""
+        if self.failure is not None:
+            raise self.failure
+        if self._schedule.is_done:
+            return
+        self._start_lanes()
+        self._end_overdue()
+        done = f"{self.moved_bytes:,} of {self.total_bytes:,} bytes done"
+        if not self._left_s():
+            raise LinkTimeout(f"the fetch took longer than its timeout; {done}")
+        if self._sources.are_lost():
+            raise self._sources.why_none(is_late=False).with_context(more=f"; {done}")
+        if stall_s is not None and time.monotonic() > self._heard_s + stall_s:
+            raise LinkStalled(f"no bytes arrived for {stall_s:g} s; {done}")
+
+    def _start_lanes(self) -> None:
+        serving, busy = self._sources.serving(), {lane.source for lane in self._lanes}
+        wanted = [source for source in serving if source not in busy]
+        if len(serving) == 1 and self.total_bytes > EVENT_BYTES:
+            wanted *= _LANES
+        new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
+        # How much a lane asks for depends on how many there are.
+        self._lanes += new
+        for lane in new:
+            lane.thread = self._sources.start(self._deliver, lane)
+
+    def _end_overdue(self) -> None:
+        """End connections whose next chunk is overdue, if another source can deliver it."""
+        now_s, serving = time.monotonic(), self._sources.serving()
+        with self._changed:
+            for lane in self._lanes:
+                if lane.connection is not None:
+                    self._schedule.heard(lane.number, lane.connection.heard_s)
+                    self._heard_s = max(self._heard_s, lane.connection.heard_s)
+            for lane in map(self._lanes.__getitem__, self._schedule.overdue(now_s)):
+                others = [source for source in serving if source is not lane.source]
+                if lane.connection is not None and not all(other.backoff.rests(now_s) for other in others):
+                    lane.is_overdue = True
+                    lane.connection.shut_down()
+
+    def stop(self) -> None:
+        """End all lanes, so that nothing is written any more."""
+        with self._changed:
+            self._sources.is_over = True
+            self._changed.notify_all()
+        for source in self._sources.all:
+            source.shut_down_readers()
+        for lane in self._lanes:
+            # A thread that still connects does not write, and may take until the deadline.
+            if lane.connection is not None and lane.thread is not None:
+                lane.thread.join()
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    # A lane.
+
+    def _deliver(self, lane: _Lane) -> None:
+        """Ask a source for one range of chunks after the other, until none is needed or it is given up."""
+        source = lane.source
+        try:
+            while (chunks := self._next_range(lane)) is not None:
+                grant = source.grant
+                try:
+                    self._receive_range(lane, chunks)
+                except LinkError as error:
+                    self._recover(lane, grant, error)
+        except FerryError as error:
+            self._sources.lose(source, error)
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._give_up(lane)
+
+    def _next_range(self, lane: _Lane) -> range | None:
+        """Connect if necessary, and return the next chunks to ask for; None when the lane is not needed.
+
+        Raises LinkError if the source can't be reached. Connecting may take until the deadline, so a lane
+        takes chunks afterwards.
+        """
+        while self._wait_until_needed(lane):
+            if lane.connection is None:
+                lane.connection = lane.source.connect(self._left_s())
+                self._raise_if_over()
+            with self._changed:
+                if self._schedule.has_more:
+                    return self._schedule.take(lane.number, len(self._lanes), time.monotonic())
+        return None
+
+    def _wait_until_needed(self, lane: _Lane) -> bool:
+        """Wait until there are chunks that a lane may ask for; return False if there will be none."""
+        schedule, source = self._schedule, lane.source
+        with self._changed:
+            while not self._sources.is_over and source.serves and not schedule.is_done:
+                rests = source.backoff.rests(time.monotonic()) and len(self._sources.serving()) > 1
+                if schedule.has_more and not rests:
+                    return True
+                # Chunks are needed again if another lane fails.
+                self._changed.wait(EVENT_S)
+        return False
+
+    def _receive_range(self, lane: _Lane, chunks: range) -> None:
+        """Ask for a range of chunks, verify each, and write it."""
+        connection = lane.connection
+        assert connection is not None, "a lane connects before it takes chunks"
+        found = self._plan.chunks[chunks.start : chunks.stop]
+        lane.source.request_chunks(connection, chunks, sum(chunk.nbytes for chunk in found), self._left_s())
+        for chunk in found:
+            self._raise_if_over()
+            buffer = self._landing.open(chunk)
+            data, hasher = view(buffer), xxh3_64()
+            for start in range(0, len(data), _HASH_BYTES):
+                part = data[start : start + _HASH_BYTES]
+                connection.read_into(part)
+                if self._digests:
+                    hasher.update(part)
+            if self._digests and hasher.intdigest() != self._digests[chunk.number]:
+                paths = paths_of(self._landing.sink.manifest, self._plan, {chunk.number})
+                raise _Damaged(chunk.number, paths)
+            self._raise_if_over()
+            self._landing.write(chunk, buffer)
+            with self._changed:
+                self._schedule.landed(lane.number, chunk.number, time.monotonic())
+                self._count(lane, chunk.nbytes)
+
+    def _count(self, lane: _Lane, nbytes: int) -> None:
+        source = lane.source
+        before = self.moved_bytes // EVENT_BYTES
+        self.moved_bytes += nbytes
+        self.last_peer = source.peer
+        source.backoff.landed(lane.number)
+        source.report.bytes += nbytes
+        source.report.chunks += 1
+        if self._schedule.is_done or self.moved_bytes // EVENT_BYTES > before:
+            self._changed.notify_all()
+
+    def _recover(self, lane: _Lane, grant: Grant | None, error: LinkError) -> None:
+        """Take back what a lane did not deliver; raises if its source is given up."""
+        source, is_overdue = lane.source, lane.is_overdue
+        self._give_up(lane)
+        self._raise_if_over()
+        with self._changed:
+            lane.is_overdue = False
+            source.report.failures.append(error.what)
+            if is_overdue:
+                source.backoff.overdue(time.monotonic())
+                return
+            is_lost = source.backoff.failed(lane.number)
+        if is_lost:
+            raise Corrupted(error.paths) if isinstance(error, _Damaged) else error
+        if isinstance(error, LeaseEnded) and grant is not None:
+            source.renew(self._sources.wanted, grant, self._deadline_s)
+        if isinstance(error, _Damaged):
+            source.report_damage(error.chunk, self._left_s())
+
+    def _give_up(self, lane: _Lane) -> None:
+        """Close the connection of a lane, so that late bytes are not written, and take its chunks back."""
+        if lane.connection is not None:
+            lane.source.close(lane.connection)
+            lane.connection = None
+        with self._changed:
+            self._schedule.give_up(lane.number)
+            self._changed.notify_all()
+
+    def _raise_if_over(self) -> None:
+        if self._sources.is_over:
+            raise LinkTimeout("the fetch is over")
+
+
+class _Damaged(Corrupted):
+    """A chunk has another digest than the source announced."""
+
+    def __init__(self, chunk: int, paths: Sequence[str]) -> None:
+        super().__init__(paths)
+        self.chunk = chunk

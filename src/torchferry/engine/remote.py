@@ -1,0 +1,252 @@
+"""One source of a fetch: its lease, the requests to it, and what it delivered."""
+
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from msgspec import msgpack, structs
+
+from torchferry.core import pull
+from torchferry.core.codec import decode_value
+from torchferry.core.pull import Grant, LeaseRequest, Result
+from torchferry.core.report import SourceReport
+from torchferry.core.schedule import Backoff
+from torchferry.core.text import show_text
+from torchferry.errors import (
+    BadManifest,
+    Corrupted,
+    FerryError,
+    LinkBroken,
+    LinkError,
+    LinkTimeout,
+    NoSuchVersion,
+    NotAuthorized,
+    PeerError,
+    PeerGaveUp,
+)
+from torchferry.links.address import Address
+from torchferry.links.http import HttpConnection
+
+_MAX_ANSWER_BYTES = 64 << 10
+"""The longest answer that is neither metadata nor chunks."""
+
+_MIN_WAIT_S = 0.001
+
+
+class LeaseEnded(LinkBroken):
+    """The source ended the lease. The receiver may ask for another."""
+
+
+_ERRORS: dict[int, type[FerryError]] = {
+    pull.UNKNOWN: NoSuchVersion,
+    pull.CHANGED: PeerGaveUp,
+    pull.LEASE_ENDED: LeaseEnded,
+}
+"""What a source reports with a status and a reason."""
+
+
+class RemoteSource:
+    """One source. It has a grant once it gave a lease, and an error once it is given up.
+
+    The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
+    connection that breaks.
+
+    Requests raise LinkError if the connection fails, is too slow or its token is wrong, LeaseEnded if `renew`
+    may help, and PeerError if the answer can't be used or is an error.
+    """
+
+    def __init__(self, address: Address, tls: ssl.SSLContext | None, max_metadata_bytes: int) -> None:
+        self.address = address
+        self.peer = str(address)
+        self.report = SourceReport()
+        self.grant: Grant | None = None
+        self.error: FerryError | None = None
+        self.backoff = Backoff()
+        self._tls = tls
+        self._max_metadata_bytes = max_metadata_bytes
+        self._lock = threading.Lock()
+        self._connections: set[HttpConnection] = set()
+        self._control: HttpConnection | None = None
+        self._renewing = threading.Lock()
+        self._over = threading.Event()
+
+    @property
+    def serves(self) -> bool:
+        """Whether chunks can be requested: it granted a lease and was not given up."""
+        return self.grant is not None and self.error is None
+
+    def connect(self, timeout_s: float) -> HttpConnection:
+        """Connect; raises LinkBroken or LinkTimeout."""
+        return HttpConnection(self.address, self._tls, max(timeout_s, _MIN_WAIT_S), self._add)
+
+    def _add(self, connection: HttpConnection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+            if self._over.is_set():
+                connection.shut_down()
+
+    def close(self, connection: HttpConnection) -> None:
+        """Close a connection. Only the thread that uses it does that."""
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+
+    def shut_down_readers(self) -> None:
+        """End all connections but the one that opened the lease."""
+        with self._lock:
+            for connection in self._connections - {self._control}:
+                connection.shut_down()
+
+    def shut_down(self) -> None:
+        """End all connections, and every one that is opened later."""
+        with self._lock:
+            self._over.set()
+            for connection in self._connections:
+                connection.shut_down()
+            if self._control is not None:
+                self._control.close()  # no thread uses it once the lease is open
+
+    # Requests.
+
+    def open(self, wanted: LeaseRequest, deadline_s: float) -> Grant | None:
+        """Connect and ask for a lease; None if there was nothing newer until the deadline."""
+        control = self.connect(deadline_s - time.monotonic())
+        unneeded: HttpConnection | None = control
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                wait_s = 0.0 if wanted.newer_than is None else min(left_s, pull.MAX_WAIT_S)
+                body = msgpack.encode(structs.replace(wanted, wait_s=wait_s))
+                # The source may take wait_s to answer.
+                status, answer = self._ask(control, "POST", "/v1/leases", left_s + wait_s, body)
+                if status == pull.GRANTED:
+                    grant = decode_value(answer, pull.grant_decoder)
+                    if not pull.fits(wanted, grant.version):
+                        raise PeerError(f"the source granted version {grant.version}, not {wanted}")
+                    with self._lock:
+                        if not self._over.is_set():
+                            unneeded, self._control = self._control, control
+                    return grant
+                if status != pull.NOTHING or wanted.newer_than is None:
+                    raise PeerError(f"the source answered with status {status} instead of a lease")
+            return None
+        finally:
+            if unneeded is not None:
+                self.close(unneeded)
+
+    def renew(self, wanted: LeaseRequest, ended: Grant, deadline_s: float) -> None:
+        """Ask for another lease on the same version, unless another thread did so already."""
+        with self._renewing:
+            if self.grant is not ended:
+                return
+            grant = self.open(structs.replace(wanted, version=ended.version, newer_than=None), deadline_s)
+            if grant is None:
+                raise LinkTimeout("the source did not renew the lease in time")
+            if reason := pull.why_not_mixed(grant, ended):
+                raise PeerError(reason)
+            self.grant = grant
+
+    def metadata(self, timeout_s: float) -> tuple[bytes, tuple[int, ...]]:
+        """Read the manifest and the digests of all chunks."""
+        grant = self.grant
+        assert grant is not None, "the source granted a lease"
+        limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
+        # On a connection of its own: after a timeout, a late answer must not be taken for that to the next.
+        with self._connected(timeout_s) as connection:
+            manifest, digests = (
+                self._ask(connection, "GET", self._path(what), timeout_s, max_bytes=max_bytes)[1]
+                for what, max_bytes in limits.items()
+            )
+        found = pull.metadata_digest(manifest, digests, grant.version, grant.root, grant.layout)
+        if found != grant.metadata:
+            raise Corrupted(["metadata"])
+        return manifest, pull.decode_digests(digests)
+
+    def request_chunks(
+        self, connection: HttpConnection, chunks: range, nbytes: int, timeout_s: float
+    ) -> None:
+        """Ask for a range of chunks. The caller then reads `nbytes` bytes."""
+        path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
+        head = connection.request("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        if head.status != pull.OK:
+            error = _error_of(head.status, connection.read(min(head.nbytes, _MAX_ANSWER_BYTES)))
+            raise error or PeerError(f"the source answered with status {head.status}, without chunks")
+        if head.nbytes != nbytes:
+            raise LinkBroken(f"the source sends {head.nbytes} bytes instead of {nbytes}")
+
+    def report_damage(self, chunk: int, timeout_s: float) -> None:
+        """Say that a chunk has another digest than announced; raises PeerGaveUp if the state changed."""
+        self._post(f"damaged/{chunk}-{chunk + 1}", timeout_s)
+
+    def keep_alive(self) -> None:
+        """Show the source that this receiver lives, until `shut_down`."""
+        while not self._over.wait(pull.ALIVE_S):
+            # If the source is gone, the next request for chunks finds that out.
+            with suppress(FerryError):
+                self._post("alive", pull.ALIVE_S)
+
+    def tell(self, result: Result, timeout_s: float) -> bool:
+        """Tell the result, which ends the lease, and return whether the source knows it.
+
+        Raises PeerGaveUp if the source does not accept it, because its state changed.
+        """
+        with suppress(LinkError):
+            self._post("result", timeout_s, msgpack.encode(result))
+            return True
+        return False
+
+    def _post(self, what: str, timeout_s: float, body: bytes = b"") -> None:
+        with self._connected(timeout_s) as connection:
+            self._ask(connection, "POST", self._path(what), timeout_s, body)
+
+    @contextmanager
+    def _connected(self, timeout_s: float) -> Iterator[HttpConnection]:
+        connection = self.connect(timeout_s)
+        try:
+            yield connection
+        finally:
+            self.close(connection)
+
+    def _path(self, what: str) -> str:
+        assert self.grant is not None, "only a source that granted a lease is asked"
+        return f"/v1/leases/{self.grant.lease}/{what}"
+
+    def _ask(
+        self,
+        connection: HttpConnection,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: bytes = b"",
+        max_bytes: int = _MAX_ANSWER_BYTES,
+    ) -> tuple[int, bytes]:
+        """Send a request, and return the status and the body of its response."""
+        head = connection.request(method, path, body, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        max_bytes = max_bytes if head.status < 400 else _MAX_ANSWER_BYTES
+        if head.nbytes > max_bytes:
+            raise BadManifest(
+                f"the source announces {head.nbytes} bytes for {path.rpartition('/')[2]}; the limit is "
+                f"{max_bytes} (max_metadata_bytes for the manifest)"
+            )
+        answer = connection.read(head.nbytes)
+        if error := _error_of(head.status, answer):
+            raise error.with_context(peer=self.peer)
+        return head.status, answer
+
+
+def _error_of(status: int, answer: bytes) -> FerryError | None:
+    """Return the error that a source reports; None if it reports none."""
+    if status in (pull.OK, pull.GRANTED, pull.NOTHING):
+        return None
+    if status == pull.UNAUTHORIZED:
+        return NotAuthorized("the source does not accept the token: pass `source.address` as it is")
+    if status == pull.TOO_MANY:
+        return LinkBroken("the source has too many connections")
+    try:
+        reason = show_text(decode_value(answer, pull.failure_decoder).reason)
+    except PeerError:
+        return PeerError(f"this is not a torchferry source: it answers with HTTP status {status}")
+    if status in _ERRORS:
+        return _ERRORS[status](reason)
+    return PeerError(f"the source rejected a request with status {status}: {reason}")

@@ -1,0 +1,119 @@
+"""Answers the requests of receivers: leases, metadata, chunks, results. `docs/protocol.md` lists them."""
+
+import logging
+import re
+
+from msgspec import msgpack
+
+from torchferry.core import pull
+from torchferry.core.codec import decode_value
+from torchferry.core.leases import Lease
+from torchferry.engine.published import Published
+from torchferry.engine.shelf import Shelf
+from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, StateError
+from torchferry.links.http import Request, Response
+
+logger = logging.getLogger(__name__)
+
+_LEASE_PATH = re.compile(
+    r"/v1/leases/([0-9a-f]{32})/"
+    r"(?:(manifest|digests|alive|result)|(chunks|damaged)/([0-9]{1,9})-([0-9]{1,9}))"
+)
+
+
+class PullHandler:
+    """Answers requests about the versions on a shelf."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def disconnected(self, connection: int) -> None:
+        """End the leases whose last connection this was."""
+        self._shelf.disconnected(connection)
+
+    def answer(self, request: Request) -> Response:
+        """Answer a request. Every error becomes a status and a reason."""
+        try:
+            if (request.method, request.path) == ("POST", "/v1/leases"):
+                return self._grant(request)
+            found = _LEASE_PATH.fullmatch(request.path)
+            if found is None:
+                return _failure(pull.UNKNOWN, "there is nothing at this path")
+            lease_id, document, about_chunks, first, end = found.groups()
+            what = document or about_chunks
+            if request.method != ("POST" if what in ("alive", "result", "damaged") else "GET"):
+                return _failure(pull.BAD_REQUEST, f"{request.method} is not for this path")
+            lease = self._shelf.find(lease_id, request.connection)
+            if about_chunks:
+                return self._answer_about_chunks(lease, what, int(first), int(end))
+            if what == "result":
+                return self._finish(lease, request.body)
+            if what == "alive":
+                return Response(pull.NOTHING)
+            published = lease.held
+            data = published.encoded.data if what == "manifest" else published.encoded_digests
+            return Response(pull.OK, data, _etag(published))
+        except NoSuchVersion as error:
+            return _failure(pull.UNKNOWN, error.what)
+        except LinkBroken as error:
+            # The lease has ended, or the source grants none: it is closed or has too many readers.
+            return _failure(pull.LEASE_ENDED, error.what)
+        except PeerError as error:
+            return _failure(pull.BAD_REQUEST, error.what)
+        except StateError as error:
+            return _failure(pull.UNREADABLE, error.what)
+
+    def _grant(self, request: Request) -> Response:
+        wanted = decode_value(request.body, pull.lease_request_decoder)
+        lease = self._shelf.lease(wanted, min(wanted.wait_s, pull.MAX_WAIT_S), request.connection)
+        if lease is None:
+            return Response(pull.NOTHING)
+        published = lease.held
+        logger.debug("lease %s: %s reads version %d", lease.id[:8], lease.receiver, published.version)
+        grant = pull.Grant(
+            lease=lease.id,
+            version=published.version,
+            root=published.root,
+            layout=published.layout,
+            metadata=published.metadata,
+            payload_bytes=published.nbytes,
+            chunk_bytes=published.plan.chunk_bytes,
+            pack_bytes=published.plan.pack_bytes,
+            chunks=len(published.plan.chunks),
+            snapshot=published.is_copy,
+        )
+        return Response(pull.GRANTED, msgpack.encode(grant))
+
+    def _answer_about_chunks(self, lease: Lease[Published], what: str, first: int, end: int) -> Response:
+        published = lease.held
+        if not 0 <= first < end <= len(published.plan.chunks):
+            return _failure(pull.BAD_REQUEST, f"there are no chunks {first} to {end}")
+        if paths := published.changed_paths(first if what == "damaged" else None):
+            return _changed(paths)
+        if what == "damaged":
+            logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
+            return Response(pull.NOTHING)
+        buffers = self._shelf.read(lease, first, end)
+        return Response(pull.OK, headers=_etag(published), nbytes=published.size(first, end), buffers=buffers)
+
+    def _finish(self, lease: Lease[Published], body: bytes) -> Response:
+        result = decode_value(body, pull.result_decoder)
+        # Without verification, the receiver may have a mixture of old and new bytes.
+        if result.outcome == "confirmed" and not result.verified and (paths := lease.held.changed_paths()):
+            return _changed(paths)
+        self._shelf.finish(lease, result)
+        logger.debug("lease %s: %s %s", lease.id[:8], lease.receiver, result.outcome)
+        return Response(pull.NOTHING)
+
+
+def _etag(published: Published) -> tuple[tuple[str, str], ...]:
+    return (("ETag", f'"{published.root}"'),)
+
+
+def _failure(status: int, reason: str) -> Response:
+    return Response(status, msgpack.encode(pull.Failure(reason[: pull.MAX_REASON_CHARACTERS])))
+
+
+def _changed(paths: list[str]) -> Response:
+    shown = ", ".join(paths[:10])
+    return _failure(pull.CHANGED, f"the source's state changed after it was published ({shown})")

@@ -1,0 +1,193 @@
+"""The versions that a source holds in memory, for the threads that read, replace and wait for them."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from torchferry.core.leases import Lease, Leases, Reader
+from torchferry.core.pull import LeaseRequest, Result
+from torchferry.engine.published import Published
+from torchferry.errors import LinkBroken, ReadersRemain
+
+Readers = Literal["wait", "drop"]
+"""What to do with readers of a version that must go."""
+
+_CHECK_S = 1.0
+"""How often a wait looks for readers that are silent."""
+
+
+class Shelf:
+    """The versions of one source, by name. Threads may use it at the same time.
+
+    `disconnect` closes a connection, given its number.
+    """
+
+    def __init__(self, disconnect: Callable[[int], None]) -> None:
+        self._disconnect = disconnect
+        self._changed = threading.Condition()
+        self._leases: Leases[Published] = Leases()
+
+    @contextmanager
+    def _locked(self) -> Iterator[Leases[Published]]:
+        """Hold the lock. Afterwards, free what nobody needs, and wake all threads that wait."""
+        with self._changed:
+            try:
+                yield self._leases
+            finally:
+                self._free_unused()
+
+    def _free_unused(self) -> None:
+        for published in self._leases.take_unused():
+            published.free()
+        self._changed.notify_all()
+
+    # For the user of the source.
+
+    def check_version(self, name: str, version: int) -> None:
+        """Raise BadArgument if a version is not above the current one, or the source is closed."""
+        with self._locked() as leases:
+            leases.check_version(name, version)
+
+    def make_room(self, name: str, timeout_s: float, readers: Readers) -> None:
+        """Wait for, or drop, the readers of versions that were replaced, so that only the current is held."""
+        with self._locked() as leases:
+            self._release(lambda lease: leases.is_replaced(lease, name), timeout_s, readers)
+
+    def put(self, name: str, published: Published, timeout_s: float, readers: Readers) -> None:
+        """Make a version the current one. If the earlier one is not a copy, it has no readers afterwards."""
+        with self._locked() as leases:
+            earlier = leases.current.get(name)
+            leases.make_current(name, published)
+            self._free_unused()
+            if earlier is not None and not earlier.is_copy:
+                self._release(lambda lease: lease.held is earlier, timeout_s, readers)
+
+    def withdraw(self, name: str, timeout_s: float, readers: Readers) -> None:
+        """Give out no more leases on a name, and return when it has no readers."""
+        with self._locked() as leases:
+            leases.withdraw(name)
+            self._free_unused()
+            self._release(lambda lease: lease.name == name, timeout_s, readers)
+
+    def close(self, timeout_s: float) -> None:
+        """Withdraw everything. Readers have `timeout_s` to finish, and are dropped then."""
+        with self._locked() as leases:
+            leases.close()
+            self._changed.notify_all()
+            try:
+                self._release(lambda _: True, timeout_s, "wait")
+            except ReadersRemain:
+                with suppress(ReadersRemain):
+                    self._release(lambda _: True, timeout_s, "drop")
+            for name in list(leases.current):
+                leases.withdraw(name)
+
+    def _release(
+        self, concerns: Callable[[Lease[Published]], bool], timeout_s: float, readers: Readers
+    ) -> None:
+        """Wait until no lease that this concerns is in use, or drop them; raises ReadersRemain."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._expire()
+            now_s = time.monotonic()
+            if readers == "drop":
+                for lease in self._leases.reading(concerns):
+                    self._leases.drop(lease, "the source withdrew this version or needed its memory", now_s)
+                    # A thread that sends finds its connection closed.
+                    self._disconnect_all(lease)
+            found = self._leases.reading(concerns)
+            if not found:
+                return
+            if now_s >= deadline_s:
+                raise ReadersRemain([str(lease.show(now_s)) for lease in found])
+            self._changed.wait(min(deadline_s - now_s, _CHECK_S))
+
+    def wait(self, name: str, version: int, receivers: int, timeout_s: float) -> None:
+        """Wait until so many receivers have confirmed a version; raises ReadersRemain if fewer do in time."""
+        with self._changed:
+            leases = self._leases
+            self._changed.wait_for(
+                lambda: leases.confirmed(name, version) >= receivers or leases.is_closed, timeout_s
+            )
+            confirmed = leases.confirmed(name, version)
+            if confirmed < receivers:
+                when = "before the source was closed" if leases.is_closed else "in time"
+                what = f"{confirmed} of {receivers} receivers confirmed version {version} of {name!r} {when}"
+                missing = leases.missing(name, version, time.monotonic())
+                raise ReadersRemain([str(reader) for reader in missing], what)
+
+    def status(self) -> tuple[dict[str, int], list[Reader]]:
+        """Return the current version of each name, and all readers that are known, oldest first."""
+        with self._locked() as leases:
+            self._expire()
+            versions = {name: published.version for name, published in leases.current.items()}
+            return versions, leases.readers(time.monotonic())
+
+    def forget(self) -> None:
+        """Drop all references to memory in a forked child. Locks may be held for ever there."""
+        self._leases = Leases()
+        self._leases.close()
+        self._changed = threading.Condition()
+
+    def _expire(self) -> None:
+        for lease in self._leases.expire(time.monotonic()):
+            self._disconnect_all(lease)
+
+    def _disconnect_all(self, lease: Lease[Published]) -> None:
+        for connection in lease.connections:
+            self._disconnect(connection)
+
+    # For the threads that answer readers.
+
+    def lease(self, request: LeaseRequest, wait_s: float, connection: int) -> Lease[Published] | None:
+        """Open a lease; None if nothing newer than the requested version came within `wait_s`.
+
+        Raises NoSuchVersion if the name or version is not there, and LinkBroken if the source is closed
+        or has too many readers.
+        """
+        deadline_s = time.monotonic() + wait_s
+        with self._changed:
+            self._expire()
+            while True:
+                now_s = time.monotonic()
+                lease = self._leases.grant(request, secrets.token_hex(16), connection, now_s)
+                if lease is not None or now_s >= deadline_s:
+                    return lease
+                self._changed.wait(deadline_s - now_s)
+
+    def find(self, lease_id: str, connection: int) -> Lease[Published]:
+        """Return an open lease, and note that its reader is alive; raises LinkBroken if it has ended."""
+        with self._changed:
+            lease = self._leases.find(lease_id, connection, time.monotonic())
+            if lease is None:
+                raise LinkBroken(self._leases.why_ended(lease_id))
+            return lease
+
+    def read(self, lease: Lease[Published], first: int, end: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of the chunks from `first` to `end`, until the lease ends."""
+        with self._changed:
+            is_open = self._leases.begin_send(lease)
+        if not is_open:
+            return
+        try:
+            for data in lease.held.read(first, end):
+                yield data
+                with self._changed:
+                    if not self._leases.sent(lease, len(data), time.monotonic()):
+                        return
+        finally:
+            with self._locked() as leases:
+                leases.end_send(lease)
+
+    def finish(self, lease: Lease[Published], result: Result) -> None:
+        """End a lease with the result that its reader reports."""
+        with self._locked() as leases:
+            leases.finish(lease, result, time.monotonic())
+
+    def disconnected(self, connection: int) -> None:
+        """End the leases whose last connection this was."""
+        with self._locked() as leases:
+            leases.disconnected(connection, time.monotonic())

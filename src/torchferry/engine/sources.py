@@ -1,0 +1,178 @@
+"""The sources of one fetch: which of them serve the state, and what to raise if none does."""
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
+from torchferry.engine.remote import RemoteSource
+from torchferry.errors import (
+    BadManifest,
+    Corrupted,
+    FerryError,
+    LinkTimeout,
+    NoSuchVersion,
+    NotAuthorized,
+    PeerError,
+    PeerGaveUp,
+    SourcesLost,
+    StateError,
+)
+from torchferry.links.address import Address
+
+logger = logging.getLogger(__name__)
+
+
+class Sources:
+    """All sources that a fetch was given. Threads of the fetch share it; `changed` guards it.
+
+    `chosen` is the grant of the version to fetch, once it is known. It `is_final` when the metadata of that
+    version was verified. `is_over` ends all threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        addresses: Sequence[Address],
+        wanted: LeaseRequest,
+        tls: ssl.SSLContext | None,
+        max_metadata_bytes: int,
+    ) -> None:
+        self._name = name
+        self.changed = threading.Condition()
+        self.all = [RemoteSource(address, tls, max_metadata_bytes) for address in addresses]
+        self.unanswered = set(self.all)
+        self.wanted = wanted
+        self.chosen: Grant | None = None
+        self.is_final = False
+        self.is_over = False
+        self._granted_s: float | None = None
+        self._threads = 0
+
+    def start(self, work: Callable[..., object], *args: object) -> threading.Thread:
+        """Run something in a thread of this fetch; raises StateError if there is no memory for one."""
+        self._threads += 1
+        name = f"torchferry {self._name}: {self._threads}"
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise StateError(f"no memory for a thread: {error}") from None
+        return thread
+
+    def open_all(self, timeout_s: float) -> None:
+        """Ask all sources for a lease, each in a thread."""
+        for source in self.all:
+            self.start(self._open, source, timeout_s)
+
+    def _open(self, source: RemoteSource, timeout_s: float) -> None:
+        grant: Grant | None = None
+        error: FerryError = LinkTimeout(f"the source did not have {self.wanted} within {timeout_s:g} s")
+        try:
+            grant = source.open(self.wanted, time.monotonic() + timeout_s)
+        except FerryError as failure:
+            error = failure
+        except Exception as failure:
+            error = StateError(f"{type(failure).__name__}: {failure}")
+        with self.changed:
+            source.grant = grant
+            self.unanswered.discard(source)
+            if grant is None:
+                self.lose(source, error)
+            self.changed.notify_all()
+        if grant is not None:
+            source.keep_alive()
+
+    def is_settled(self) -> bool:
+        """Return whether the version can be chosen."""
+        grants, now_s = [source.grant for source in self.all], time.monotonic()
+        if any(grants):
+            self._granted_s = self._granted_s or now_s
+        pending = [number for number, source in enumerate(self.all) if source in self.unanswered]
+        return is_settled(grants, pending, self.wanted, now_s - (self._granted_s or now_s))
+
+    def choose(self) -> Grant | None:
+        """Choose the version to fetch; None if no source serves any."""
+        with self.changed:
+            found = choose([source.grant if source.serves else None for source in self.all])
+            self.chosen = found or self.chosen
+            return found
+
+    def serving(self) -> list[RemoteSource]:
+        """Return the sources that serve the chosen state. If that `is_final`, give up the others."""
+        found = []
+        with self.changed:
+            for source in self.all:
+                if source.serves and source.grant is not None and self.chosen is not None:
+                    reason = why_not_mixed(source.grant, self.chosen)
+                    if not reason:
+                        found.append(source)
+                    elif self.is_final:
+                        self.lose(source, PeerError(f"not used: {reason}"))
+        return found
+
+    def lose(self, source: RemoteSource, error: FerryError) -> None:
+        """Give a source up, because of an error."""
+        with self.changed:
+            if source.error is None and not self.is_over:
+                source.error = error.with_context(peer=source.peer)
+                source.report.failures.append(error.what)
+                logger.debug("%s: %s is given up: %s", self._name, source.peer, error.what)
+            self.changed.notify_all()
+
+    def live(self) -> list[RemoteSource]:
+        """Return the sources that delivered chunks of a state that is not a copy, so that it may change."""
+        return [each for each in self.all if each.report.chunks and each.grant and not each.grant.snapshot]
+
+    def forget_errors(self) -> None:
+        """Forget why sources were given up."""
+        for source in self.all:
+            source.error = None
+
+    def are_lost(self) -> bool:
+        """Return whether no source serves the chosen state, and none is left that may answer."""
+        return not self.unanswered and not self.serving()
+
+    def why_none(self, *, is_late: bool) -> FerryError:
+        """Return the error for a fetch that no source can serve. `is_late` says that its deadline passed."""
+        errors = [source.error for source in self.all if source.error is not None]
+        reasons = {each.peer: each.error.what if each.error else "no answer in time" for each in self.all}
+        listed = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
+        # A version that was granted and is gone is a lost source, not a wrong argument.
+        kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
+        for kind in (*kinds, LinkTimeout, PeerGaveUp, BadManifest, Corrupted):
+            if len(errors) == len(self.all) and all(isinstance(error, kind) for error in errors):
+                is_listed = len(errors) > 1 and kind is not Corrupted
+                return kind(listed) if is_listed else errors[0]
+        if is_late:
+            return LinkTimeout(f"no source sent {self.wanted} in time: {listed}")
+        return SourcesLost(reasons)
+
+    def tell(self, sources: Sequence[RemoteSource], result: Result, timeout_s: float) -> list[RemoteSource]:
+        """Tell sources a result, all at the same time, and return those that do not know it afterwards.
+
+        Raises PeerGaveUp if a source does not accept it.
+        """
+        told: dict[RemoteSource, bool | Exception] = {}
+
+        def tell(source: RemoteSource) -> None:
+            try:
+                told[source] = source.tell(result, timeout_s)
+            except Exception as error:
+                told[source] = error
+            with self.changed:
+                self.changed.notify_all()
+
+        for source in sources:
+            try:
+                self.start(tell, source)
+            except StateError as error:
+                told[source] = error
+        with self.changed:
+            self.changed.wait_for(lambda: len(told) == len(sources), timeout_s)
+        for answer in list(told.values()):
+            if isinstance(answer, PeerGaveUp):
+                raise answer
+        return [source for source in sources if told.get(source) is not True]

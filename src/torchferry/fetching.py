@@ -1,0 +1,126 @@
+"""fetch: fetch a state by address, from any source that has it."""
+
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchferry import arguments
+from torchferry.arguments import Timeout
+from torchferry.core.compare import Extra
+from torchferry.core.pull import LeaseRequest
+from torchferry.core.push import MAX_METADATA_BYTES
+from torchferry.engine.fetch import Fetched, FetchOptions, ProgressEvent, fetch_state
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import BadArgument
+from torchferry.links.address import parse_address
+from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.memory import CPU
+
+
+def fetch(
+    addresses: str | Sequence[str],
+    into: Any = None,
+    *,
+    name: str = "state",
+    version: int | None = None,
+    newer_than: int | None = None,
+    timeout: Timeout = 300.0,
+    stall_timeout: Timeout | None = None,
+    verify: bool = True,
+    strict: bool = True,
+    atomic: bool = False,
+    extra: Extra = "error",
+    compare: bool | Literal["auto"] = "auto",
+    via: Literal["tcp"] | None = None,
+    tls: ssl.SSLContext | None = None,
+    max_metadata_bytes: int = MAX_METADATA_BYTES,
+    on_progress: Callable[[ProgressEvent], object] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Fetched:
+    """Fetch a state from one or several sources, and return it with its version and a report.
+
+    The state is compared before any of its bytes is requested, and every byte is verified before the fetch
+    counts it. All sources that serve the same state deliver chunks; one that dies costs only its unfinished
+    chunks. When this returns, the sources know that this process has the version.
+
+    Args:
+        addresses: the `address` of a source, or several of them.
+        into: a state, or a function that returns one. Its tensors are written in place. Values that are not
+            tensors are only in the returned state. Without it, tensors are fresh and on the CPU.
+        name: which of a source's states.
+        version: fetch exactly this version.
+        newer_than: wait for a version above this one, up to `timeout`. The transfer then has `timeout` again.
+        timeout: the time limit; a timedelta, or seconds.
+        stall_timeout: fail with LinkStalled when no byte arrives for this long; None for never.
+        verify: check every byte against the digest that was computed when the version was published. If
+            False, changes of a state that is served live are found by torch's version counters only.
+        strict: with `into`, whether both sides must have the same paths. If False, paths that only the local
+            state has keep their values.
+        atomic: with `into`, receive beside the state, and write when everything is verified. A failure then
+            leaves the state as it was. This takes as much memory again as the bytes that are fetched.
+        extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
+        compare: hash what `into` holds, and fetch only chunks that differ. "auto" does that if an earlier
+            fetch wrote to these tensors.
+        via: how bytes travel: "tcp", or None for the best way, which is TCP.
+        tls: a context for https: which certificates to trust, and a client certificate.
+        max_metadata_bytes: the longest metadata that is accepted.
+        on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
+            raises, the fetch ends with that exception.
+        mesh: the DeviceMesh of fresh DTensors, as for `PGTransport`.
+
+    Raises:
+        BadArgument: an argument is invalid.
+        StateMismatch: the state does not fit `into`; none of its bytes was requested.
+        NoSuchVersion: no source has the name or the version (also a LookupError).
+        NotAuthorized: the token is wrong (also a PermissionError).
+        SourcesLost: no source can be reached, or all died; says why for each (also a ConnectionError).
+        LinkTimeout: the timeout or `stall_timeout` passed (also a TimeoutError).
+        Corrupted: every source delivered damaged bytes again and again.
+        PeerError: what a source sent can't be used, or its state changed.
+        TargetTorn: one of these after local tensors were written; lists the paths, and has it as its cause.
+        StateError: there is no memory for the state.
+    """
+    given: Any = [addresses] if isinstance(addresses, str) else addresses
+    # The message does not show the value, which may have tokens.
+    if not isinstance(given, Iterable) or isinstance(given, bytes) or not (given := list(given)):
+        raise BadArgument("addresses must be an address, or a list of at least one")
+    found = list(dict.fromkeys(map(parse_address, given)))
+    arguments.check_name(name)
+    for number, label in ((version, "version"), (newer_than, "newer_than")):
+        if number is not None:
+            arguments.check_int(number, label)
+    arguments.check_choice(compare, "compare", (True, False, "auto"))
+    arguments.check_choice(extra, "extra", get_args(Extra))
+    arguments.check_choice(via, "via", (None, "tcp"))
+    arguments.check_tls(tls)
+    insecure = [str(address) for address in found if tls is not None and not address.secure]
+    if insecure:
+        raise BadArgument(f"tls is given, but the address of {insecure[0]} begins with http://, not https://")
+    arguments.require(on_progress is None or callable(on_progress), "on_progress", "a function", on_progress)
+    options = FetchOptions(
+        wanted=LeaseRequest(name, f"{socket.gethostname()}:{os.getpid()}", version, newer_than),
+        timeout_s=arguments.seconds(timeout, "timeout"),
+        max_metadata_bytes=arguments.check_int(max_metadata_bytes, "max_metadata_bytes", low=1),
+        local_state=arguments.state_function(into),
+        strict=arguments.check_bool(strict, "strict"),
+        extra=extra,
+        compare=compare,
+        atomic=arguments.check_bool(atomic, "atomic"),
+        verify=arguments.check_bool(verify, "verify"),
+        stall_s=None if stall_timeout is None else arguments.seconds(stall_timeout, "stall_timeout"),
+        tls=tls,
+        context=RebuildContext(mesh=mesh),
+        on_progress=on_progress,
+    )
+    return fetch_state(found, options, _workspace(os.getpid()))
+
+
+@lru_cache(maxsize=1)
+def _workspace(process: int) -> Workspace:
+    """Return what all fetches of a process share. A forked child gets its own, because locks may be held."""
+    return Workspace(CPU)

@@ -1,0 +1,231 @@
+"""serve and Source: serve states, which other processes fetch by address."""
+
+import secrets
+import ssl
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Self, get_args
+
+from torchferry import arguments
+from torchferry.arguments import Timeout
+from torchferry.core.leases import Reader
+from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.serve import PullHandler
+from torchferry.engine.shelf import Readers, Shelf
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import BadArgument, ReadersRemain
+from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
+from torchferry.links.http import HttpServer, close_after_fork
+from torchferry.tensors.memory import CPU
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a source serves, and who reads or has read it. `versions` has the current version of each name.
+
+    `readers` are the open fetches and the last 1,000 that ended, oldest first.
+    """
+
+    versions: dict[str, int]
+    readers: tuple[Reader, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        served = ", ".join(f"{name} version {number}" for name, number in self.versions.items()) or "nothing"
+        return "\n".join([f"serves {served}", *map(str, self.readers)])
+
+
+class Source:
+    """Serves states to every process that has its address, until it is closed.
+
+    Its threads run in the background and never delay the end of the process. All methods may be called from
+    several threads. After a fork, only the parent serves.
+
+    Args:
+        host: the address, host name or network interface ("eth0") to listen on. By default only processes of
+            this machine can connect.
+        port: the port; 0 for any that is free.
+        advertise: the host, or HOST:PORT, that `address` names instead of its own: behind NAT, or for DNS.
+        token: what receivers must know; by default 256 random bits. It is a part of `address`.
+        tls: a context with a certificate, for `https`.
+
+    Raises:
+        BadArgument: an argument is invalid, or nothing can listen there.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        advertise: str | None = None,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        arguments.check_str(host, "host")
+        arguments.check_int(port, "port", low=0, high=65535)
+        arguments.check_tls(tls)
+        if token is None:
+            token = secrets.token_urlsafe(32)
+        if len(arguments.check_str(token, "token")) < 16 or not is_token(token):
+            raise BadArgument("token must be at least 16 printable ASCII characters, without space, # and %")
+        if advertise is not None:
+            parse_host(arguments.check_str(advertise, "advertise"), port)
+        listener = listen(host, port)
+        named = parse_host(advertise or reachable_host(listener), listener.getsockname()[1])
+        self._address = Address(*named, token, tls is not None)
+        self._workspace = Workspace(CPU)
+        self._lock = threading.Lock()
+        # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
+        self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
+        self._shelf = Shelf(lambda connection: self._server.disconnect(connection))
+        self._server = HttpServer(listener, token, PullHandler(self._shelf), tls)
+        close_after_fork(self)
+
+    @property
+    def address(self) -> str:
+        """All that a receiver needs: `http://HOST:PORT/#TOKEN`. Whoever has it can read every state here."""
+        return self._address.url
+
+    def publish(
+        self,
+        state: object,
+        version: int,
+        name: str = "state",
+        snapshot: bool = True,
+        timeout: Timeout = 30.0,
+        readers: Readers = "wait",
+    ) -> None:
+        """Serve a state as a new version of a name. Readers of the version before finish undisturbed.
+
+        Args:
+            state: any state that `PGTransport` can send.
+            version: an int above the current version of the name, normally the training step.
+            name: the name that receivers ask for.
+            snapshot: copy the state, so that it may change when this returns. The copy's memory is used again
+                for later versions. If False, the state is served where it is. Then it must not change until
+                `withdraw`, `close` or the next `publish` returns. A change is found, and fails its readers:
+                by digest, or for readers with `verify=False` by torch's version counters only.
+            timeout: how long to wait for readers. At most two versions are in memory, so a third one waits
+                until nobody reads the oldest. After a version that is not a snapshot, the next one waits for
+                its readers.
+            readers: "wait" for readers of versions that must go, or "drop" (disconnect) them.
+
+        Raises:
+            BadArgument: an argument is invalid, or the version is not above the current one.
+            Unsendable: something in the state can't be sent.
+            StateChanged: the state changed while it was being published.
+            ReadersRemain: readers did not finish in time (also a TimeoutError); names them. If they read an
+                earlier version that is not a snapshot, the new version is served all the same.
+            StateError: there is no memory for the copy.
+        """
+        arguments.check_int(version, "version")
+        arguments.check_bool(snapshot, "snapshot")
+        deadline_s = time.monotonic() + self._check(name, timeout, readers)
+        with self._lock:
+            publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
+        if not publishing.acquire(timeout=min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)):
+            raise ReadersRemain([], f"another thread publishes {name!r} and did not finish in time")
+        try:
+            self._shelf.check_version(name, version)
+            self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
+            published = publish(state, version, self._workspace, memory, snapshot=snapshot)
+            self._shelf.put(name, published, deadline_s - time.monotonic(), readers)
+        finally:
+            publishing.release()
+
+    def withdraw(self, name: str = "state", timeout: Timeout = 30.0, readers: Readers = "wait") -> None:
+        """Stop serving a name, and return when nobody reads it.
+
+        Raises:
+            BadArgument: an argument is invalid.
+            ReadersRemain: readers did not finish in time (also a TimeoutError); names them.
+        """
+        timeout_s = self._check(name, timeout, readers)
+        with self._lock:
+            # The memory of its snapshots is freed with the last of them.
+            self._names.pop(name, None)
+        self._shelf.withdraw(name, timeout_s, readers)
+
+    def wait(self, version: int, receivers: int = 1, timeout: Timeout = 30.0, name: str = "state") -> None:
+        """Wait until `receivers` fetches of a version have confirmed that they have every byte.
+
+        Raises:
+            BadArgument: an argument is invalid.
+            ReadersRemain: fewer confirmed in time (also a TimeoutError); names the readers that did not.
+        """
+        arguments.check_int(version, "version")
+        arguments.check_int(receivers, "receivers", low=1)
+        self._shelf.wait(name, version, receivers, self._check(name, timeout, "wait"))
+
+    def status(self) -> Status:
+        """Return what is served, and who reads or has read it."""
+        versions, readers = self._shelf.status()
+        return Status(versions, tuple(readers))
+
+    def close(self, timeout: Timeout = 5.0) -> None:
+        """Stop serving. Readers have `timeout` to finish, and are then disconnected.
+
+        Raises:
+            BadArgument: the timeout is invalid.
+        """
+        timeout_s = arguments.seconds(timeout, "timeout")
+        # Readers may connect once more, to confirm.
+        self._shelf.close(timeout_s)
+        self._server.close()
+        with self._lock:
+            self._names.clear()
+
+    def close_inherited(self) -> None:
+        """Forget all memory in a forked child. The server closes its sockets itself."""
+        self._shelf.forget()
+        self._names.clear()
+
+    def _check(self, name: object, timeout: Timeout, readers: object) -> float:
+        arguments.check_name(name)
+        arguments.check_choice(readers, "readers", get_args(Readers))
+        return arguments.seconds(timeout, "timeout")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Source({self._address})"
+
+
+def serve(
+    state: object,
+    version: int,
+    *,
+    name: str = "state",
+    snapshot: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    advertise: str | None = None,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Source:
+    """Serve a state: create a Source and publish the state. `source.address` is all that `fetch` needs.
+
+    The arguments are those of `Source` and `Source.publish`.
+
+    Raises:
+        BadArgument: an argument is invalid, or nothing can listen there.
+        Unsendable: something in the state can't be sent.
+        StateChanged: the state changed while it was being published.
+        StateError: there is no memory for the copy.
+    """
+    source = Source(host, port, advertise=advertise, token=token, tls=tls)
+    try:
+        source.publish(state, version, name=name, snapshot=snapshot)
+    except BaseException:
+        source.close()
+        raise
+    return source
