@@ -59,8 +59,8 @@ faults: $(READY) ## run every fault in docs/faults.md, with real processes
 simulate: $(READY) ## run the protocol in a simulated network; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
 
-fuzz: $(READY) ## decode damaged metadata; FUZZ_MUTATIONS=100000
-	@FUZZ_MUTATIONS=$(FUZZ_MUTATIONS) $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py $(PYTEST_ARGS)
+fuzz: $(READY) ## decode damaged metadata, and answer and read damaged messages; FUZZ_MUTATIONS=100000
+	@FUZZ_MUTATIONS=$(FUZZ_MUTATIONS) $(BIN)/python -m pytest -s tests/hostile -k mutat $(PYTEST_ARGS)
 
 check: $(READY) ## check formatting, lint, types, and the rules of the architecture
 	@$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.cluster import Cluster
+from tests.support.solo import Solos
 
 # No deadline: an example that runs in real processes may be slow.
 hypothesis.settings.register_profile("torchferry", deadline=None, print_blob=True)
@@ -76,6 +77,13 @@ def octet(_fork_server: None) -> Iterator[Cluster]:
     """Eight workers in one gloo group."""
     with _cluster(8) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def solos(_fork_server: None) -> Iterator[Solos]:
+    """Processes without a group, by name. One that died is replaced when it is next asked for."""
+    with Solos() as found:
+        yield found
 
 
 @pytest.fixture

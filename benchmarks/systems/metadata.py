@@ -50,7 +50,8 @@ def _open(setup: Setup) -> Session:
         sent = metadata.plan(encoded, sender)
         data = encode(Frame(encoded.manifest, sent.chunk_bytes, pack_bytes=sent.pack_bytes), encoded)
         frame, incoming = metadata.decode(data, receiver)
-        planned = metadata.plan_incoming(frame, incoming, receiver)
+        sizes = frame.chunk_bytes, frame.pack_bytes
+        planned = metadata.plan_incoming(incoming, receiver, *sizes, frame.digests)
         if local is None:
             target = target_in_new_memory(incoming, planned, context, receiver)
             for chunk, buffer in zip(plan.chunks, buffers, strict=True):

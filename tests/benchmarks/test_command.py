@@ -232,6 +232,7 @@ def long_run() -> Iterator[subprocess.Popen[str]]:
 
 class TestAnInterruptedRun:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.slow
     def test_leaves_no_processes_and_no_files(self, number: signal.Signals) -> None:
         before = folders()
         with long_run() as process:
@@ -242,6 +243,7 @@ class TestAnInterruptedRun:
             time.sleep(0.1)
         assert not left
 
+    @pytest.mark.slow
     def test_by_the_death_of_a_worker_names_the_worker(self) -> None:
         with long_run() as process:
             # The newest of its processes is the last rank.

@@ -7,9 +7,19 @@ from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 
-from tests.faults import cases, test_leaks, test_local_work, test_matrix, test_promises, test_relays
+from tests.faults import (
+    cases,
+    pull_cases,
+    test_leaks,
+    test_local_work,
+    test_matrix,
+    test_promises,
+    test_pull_matrix,
+    test_relays,
+)
 from tests.faults.cases import Case
 from tests.faults.promise import Promise
+from tests.faults.pull_cases import PullCase
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
@@ -17,10 +27,11 @@ OPENING = """\
 # Behaviour on faults
 
 `scripts/fault_table.py` writes this page from the tests in `tests/faults`, which run every case with real
-processes on gloo. A test checks that the page is up to date. `make test` runs one case of each kind of fault
-and a test of each promise; `make faults` runs everything.
+processes. The last part is about `serve` and `fetch`, the rest about `PGTransport` on gloo. A test checks
+that the page is up to date. `make test` runs one case of each kind of fault and a test of each promise;
+`make faults` runs everything.
 
-These rules hold for every transfer:
+These rules hold for every transfer of `PGTransport`:
 
 - One deadline covers a transfer. While the call waits for a peer, it raises a `TimeoutError` at most 0.5 s
   after the deadline. Local work before the first byte (the `state_dict` function, describing, comparing) and
@@ -45,7 +56,7 @@ These rules hold for every transfer:
 
 def render() -> str:
     """Return the whole page."""
-    return "\n".join([OPENING, *_matrix(), *_promises()])
+    return "\n".join([OPENING, *_matrix(), *_promises(), *_pull()])
 
 
 def _matrix() -> Iterator[str]:
@@ -119,3 +130,59 @@ def _promises_in(module: ModuleType) -> Iterator[tuple[str, Promise]]:
             promise = getattr(test, "promise", None)
             assert isinstance(promise, Promise), f"{name} has no @promises"
             yield name, promise
+
+
+PULL = """\
+## Faults at every step of a fetch
+
+The state has 16 MiB in 16 chunks, and is fetched in place. A proxy between the receiver and each source
+injects the fault when a source is first asked at the step: before the source has the request (connect,
+confirm), or in the middle of the response (manifest, digests) or of the chunk (first, middle and last
+chunk). Faults of the receiver's messages damage the request, those of the source's messages damage the
+response. Where allocations of the receiver fail, it fetches into fresh tensors.
+
+In every case, the tests also check that
+
+- the error is a `FerryError` and the builtin that fits, and describes the local tensors correctly;
+- the receiver has no thread and no descriptor left afterwards, and neither have the sources;
+- every lease has ended;
+- the next fetch, from the same sources and into the same tensors, returns the exact state;
+- `report.confirmed` is true only if the sources know it. If the confirmation is lost, there is one warning.
+"""
+
+
+def _pull() -> Iterator[str]:
+    yield PULL
+    yield from _pull_faults(
+        "One source",
+        pull_cases.PULLS[1],
+        "test_a_fault_with_one_source_ends_in_a_typed_error_or_the_exact_state",
+    )
+    yield from _pull_faults(
+        "Two sources, of which the other lives",
+        pull_cases.PULLS[2],
+        "test_a_fault_of_one_of_two_sources_does_not_fail_the_fetch",
+    )
+
+
+def _pull_faults(title: str, listed: list[PullCase], test: str) -> Iterator[str]:
+    assert hasattr(test_pull_matrix, test), f"there is no {test}"
+    yield f"### {title}: {len(listed)} cases\n"
+    yield f"Test: `test_pull_matrix.py::{test}`.\n"
+    yield "| fault | victim | step | error of the fetch | time |"
+    yield "| --- | --- | --- | --- | --- |"
+    for (fault, victim, outcome, when), alike in groupby(
+        listed, lambda case: (case.fault, case.victim, _pull_outcome(case), case.when)
+    ):
+        steps = "; ".join(case.step for case in alike)
+        yield f"| {pull_cases.FAULTS[fault]} | {victim} | {steps} | {outcome} | {when} |"
+    yield ""
+
+
+def _pull_outcome(case: PullCase) -> str:
+    if case.kills_receiver:
+        return "none: its process ends; the sources serve others"
+    named = [f"`{name}`" for name in case.errors if name]
+    if "" not in case.errors:
+        return " or ".join(named)
+    return " or ".join([*named, "none: the fetch succeeds"])

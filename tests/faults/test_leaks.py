@@ -234,6 +234,7 @@ def break_many_groups(rank: int, name: str, times: int) -> dict[str, int]:
     "200 transfers that break their group: bad metadata, a passed deadline",
     "threads, sockets, descriptors and memory do not grow once the group is deleted",
 )
+@pytest.mark.slow
 def test_broken_groups_leak_nothing(trio: Cluster) -> None:
     job = (break_many_groups, (unique_name(), BROKEN_GROUPS))
     assert trio.run_each([job, job, None], timeout_s=180) == [{}, {}, None]

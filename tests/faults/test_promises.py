@@ -56,7 +56,7 @@ from tests.faults.promise import promises
 from tests.support.cluster import Cluster, Outcome
 from tests.support.processes import without_gloo
 from torchferry import PGTransport
-from torchferry.engine.source import Source
+from torchferry.engine.source import ChunkSource
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -142,6 +142,7 @@ def join_and_stay_silent(rank: int, role: Role) -> None:
     rows=(2, 23),
 )
 @pytest.mark.parametrize("direction", ["send", "receive"])
+@pytest.mark.slow
 def test_a_wait_for_a_silent_peer_ends_at_the_timeout_and_not_at_the_group_timeout(
     direction: str, trio: Cluster
 ) -> None:
@@ -182,6 +183,7 @@ def delay_each_message(pause_s: float) -> Interceptor:
     rows=(3,),
 )
 @pytest.mark.parametrize("slow", ["send", "receive"])
+@pytest.mark.slow
 def test_slow_messages_do_not_extend_the_deadline(slow: str, trio: Cluster) -> None:
     send, receive = roles(1.0)
     if slow == "send":
@@ -442,18 +444,18 @@ def test_a_change_that_torch_does_not_count_is_detected(how: str, layer: int, tr
 
 def run_with_a_failing_read(rank: int, role: Role, number: int) -> TransferResult:
     """Send, and fail to read the state at one message."""
-    read = Source.read
+    read = ChunkSource.read
 
-    def fail(source: Source, message: Any) -> torch.Tensor:
+    def fail(source: ChunkSource, message: Any) -> torch.Tensor:
         if message.number == number:
             raise CallbackError("the memory can't be read")
         return read(source, message)
 
-    Source.read = fail  # type: ignore[method-assign, assignment]
+    ChunkSource.read = fail  # type: ignore[method-assign, assignment]
     try:
         return run_transfer(rank, role)
     finally:
-        Source.read = read  # type: ignore[method-assign]
+        ChunkSource.read = read  # type: ignore[method-assign]
 
 
 @promises(
@@ -572,6 +574,7 @@ dist.destroy_process_group()
     "the sender refuses to send its state three times, no rank receives, and both processes end",
     "`Unsendable` each time; the group stays usable, and both processes exit with code 0",
 )
+@pytest.mark.slow
 def test_a_process_exits_after_an_abort_that_no_receiver_read() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -719,6 +722,7 @@ def test_a_slow_receiver_does_not_delay_the_others(quartet: Cluster) -> None:
     "a transfer has failed in the middle of a message, and the process ends 60 s before the deadline",
     "the interpreter exits with code 0 within 10 s, although gloo still blocks a thread",
 )
+@pytest.mark.slow
 def test_a_process_exits_after_a_failure(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     timestamp_file = tmp_path / "fault"

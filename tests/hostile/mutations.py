@@ -267,3 +267,21 @@ class Mutator:
             return {rng.choice(names): self._value(depth - 1) for _ in range(rng.randrange(4))}
         payload = msgspec.msgpack.encode(self._value(depth - 1))
         return [rng.choice(_CODES), payload]
+
+
+class MessageMutator(Mutator):
+    """Creates messages of the pull protocol from valid ones, by a seed. They have no frame and no digest."""
+
+    def next(self) -> bytes:
+        """Return a message that is damaged, or has other values."""
+        number = self._rng.randrange(len(self._bodies))
+        if self._rng.random() < 0.3:
+            return self.damage(self._bodies[number])
+        message = self._trees[number]
+        for _ in range(self._rng.choice((1, 1, 2, 3))):
+            message = self._edited(message)
+        return msgspec.msgpack.encode(message)
+
+    def damage(self, data: bytes) -> bytes:
+        """Change some bytes."""
+        return self._rng.choice(self._damage)(data)

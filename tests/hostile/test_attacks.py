@@ -97,7 +97,8 @@ def decode_any(data: bytes, *, allow_pickle: bool = False) -> Frame:
 def plan(frame: Frame) -> Plan:
     """Plan a transfer as a receiver does."""
     cache = Cache()
-    return plan_incoming(frame, encode_manifest(frame.manifest, cache), cache)
+    encoded = encode_manifest(frame.manifest, cache)
+    return plan_incoming(encoded, cache, frame.chunk_bytes, frame.pack_bytes, frame.digests)
 
 
 def process_metadata(data: bytes) -> None:
@@ -217,6 +218,7 @@ def test_a_receiver_in_place_raises_a_ferry_error_and_keeps_its_state(family: Mo
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("extra", ["error", "drop", "fresh"])
+@pytest.mark.slow
 def test_paths_that_collide_do_not_slow_down_a_receiver_in_place(extra: str, strict: bool) -> None:
     frame = trees.has_paths_that_collide()
     local = {"step": 0, "model": {number: {0: number} for number in range(1000)}}

@@ -1,4 +1,4 @@
-"""The wheel builds, has the right files, and runs the README's example in an empty environment."""
+"""The wheel builds, has the right files, and runs the README's examples in an empty environment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support import readme
+
 ROOT = Path(__file__).parents[2]
 BUILD_INPUTS = ["pyproject.toml", "README.md", "LICENSE", "src"]
-RUNTIME = {"torch", "msgspec", "xxhash", "typer", "rich"}
+RUNTIME = {"torch", "msgspec", "xxhash", "h11", "typer", "rich"}
 EXAMPLE_TIMEOUT_S = 120
 
 
@@ -35,13 +37,6 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 300) -> str:
     )
     assert done.returncode == 0, f"{[*map(str, command)]} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def readme_example() -> str:
-    """Return the first block of Python in the README, which is a complete script."""
-    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert block, "README.md has no ```python block"
-    return block[1]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +155,14 @@ def test_the_installed_command_runs(wheel: Path, installed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_example_runs(installed: Path, tmp_path: Path) -> None:
+def test_the_first_example_of_the_readme_runs(installed: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    assert "version 7" in readme.run_in_two_terminals(installed, tmp_path, env)
+
+
+@pytest.mark.slow
+def test_the_readme_example_of_pg_transport_runs(installed: Path, tmp_path: Path) -> None:
+    (block,) = [block for block in readme.blocks("python") if "PGTransport(" in block]
     example = tmp_path / "example.py"
-    example.write_text(readme_example())
-    run(installed, example, cwd=tmp_path, timeout_s=EXAMPLE_TIMEOUT_S)
+    example.write_text(block)
+    assert "caught up" in run(installed, example, cwd=tmp_path, timeout_s=EXAMPLE_TIMEOUT_S)

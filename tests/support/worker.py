@@ -63,7 +63,7 @@ def main(
     """Answer calls until the parent sends STOP, closes the pipe or dies."""
     # Ctrl-C reaches the whole process group. The parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_when_the_parent_dies, daemon=True).start()
+    threading.Thread(target=exit_when_the_parent_dies, daemon=True).start()
     torch.set_num_threads(1)
 
     def join_the_group() -> None:
@@ -73,10 +73,10 @@ def main(
 
     with stacks_file.open("a") as stacks:
         faulthandler.register(SHOW_STACKS, file=stacks, all_threads=True)
-        conn.send_bytes(_answer_to(join_the_group))
+        conn.send_bytes(answer_to(join_the_group))
         with contextlib.suppress(EOFError):
             while (request := conn.recv_bytes()) != STOP:
-                conn.send_bytes(_answer_to(_call, rank, request))
+                conn.send_bytes(answer_to(run_call, request, rank))
         faulthandler.unregister(SHOW_STACKS)
     # A normal exit would take a second per worker.
     sys.stdout.flush()
@@ -84,14 +84,16 @@ def main(
     os._exit(0)
 
 
-def _call(rank: int, request: bytes) -> Any:
+def run_call(request: bytes, *first_args: Any) -> Any:
+    """Call the function that a request names, with `first_args` before its own arguments."""
     call: Call = pickle.loads(request)
     sys.path.extend(entry for entry in call.sys_path if entry not in sys.path)
     fn, args = pickle.loads(call.fn_and_args)
-    return fn(rank, *args)
+    return fn(*first_args, *args)
 
 
-def _answer_to(fn: Callable[..., Any], *args: Any) -> bytes:
+def answer_to(fn: Callable[..., Any], *args: Any) -> bytes:
+    """Call a function, and return its value or exception as a pickled Answer."""
     # BaseException: outcomes of pytest and SystemExit are answers too.
     try:
         return pickle.dumps(Answer(value=fn(*args)))
@@ -115,7 +117,8 @@ def _describe(error: BaseException) -> Failure:
     )
 
 
-def _exit_when_the_parent_dies() -> NoReturn:
+def exit_when_the_parent_dies() -> NoReturn:
+    """Wait for the end of the parent process, and exit."""
     parent = multiprocessing.parent_process()
     if parent is None:
         raise RuntimeError("a worker must be started by multiprocessing")

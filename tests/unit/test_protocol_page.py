@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import struct
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from tests.support.sizes import examples
+from torchferry.core import pull
+from torchferry.core.leases import MAX_LEASES
+from torchferry.core.manifest import Manifest, TensorSpec
+from torchferry.core.plan import MAX_CHUNKS, make_plan
+from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
-from torchferry.engine import SendOptions, send_state
+from torchferry.engine import SendOptions, remote, send_state
+from torchferry.engine.serve import _LEASE_PATH
+from torchferry.links import http as links_http
+from torchferry.serving import serve
 from torchferry.testing import MemoryNetwork
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -21,11 +36,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 @pytest.mark.parametrize(
     ("heading", "states"),
-    [("## The states of a sender", SenderState), ("## The states of a receiver", ReceiverState)],
-    ids=["sender", "receiver"],
+    [
+        ("## The states of a sender", SenderState),
+        ("## The states of a receiver", ReceiverState),
+        ("## The states of a lease", LeaseState),
+        ("## The states of a fetch", FetchState),
+    ],
+    ids=["sender", "receiver", "lease", "fetch"],
 )
 def test_the_page_has_the_state_tables_of_the_code(heading: str, states: Any) -> None:
-    section = PAGE.partition(heading)[2].partition("\n## ")[0]
+    section = re.split(r"\n##? ", PAGE.partition(heading)[2])[0]
     rows = re.findall(r"^\| (\w+) \| ([\w, ]*)\|$", section, re.MULTILINE)
     written = {state: {each.strip() for each in after.split(",") if each.strip()} for state, after in rows}
     del written["state"]
@@ -116,3 +136,228 @@ def test_a_reader_that_knows_only_the_page_reads_a_transfer(state: dict[str, tor
     assert b"".join(chunks) == b"".join(bytes(t.view(torch.uint8).tolist()) for t in (*small, *large))
     assert (reader.body[2], changed) == (7, False)
     assert not any(network._boxes.values()), "messages are left that the page does not describe"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading or a bold line, without its head."""
+    lines = PAGE.partition(f"\n{heading}\n")[2].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| --- |"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line[1:-1].split("|")])
+    return rows
+
+
+@pytest.mark.parametrize("message", [pull.LeaseRequest, pull.Grant, pull.Result, pull.Failure])
+def test_the_page_has_the_fields_of_every_message(message: type[msgspec.Struct]) -> None:
+    written = [(row[0], row[2]) for row in table(f"**{message.__name__}**")]
+    shown = {"None": "nil", "''": '""', "True": "true", "False": "false", "0.0": "0.0"}
+    fields = msgspec.structs.fields(message)
+    assert written == [
+        (field.name, "" if field.default is msgspec.NODEFAULT else shown[repr(field.default)])
+        for field in fields
+    ]
+
+
+def test_the_page_has_every_status() -> None:
+    section = PAGE.partition("\n## Requests\n")[2].partition("\n## ")[0]
+    written = {int(status) for status in re.findall(r"^\| (\d{3}) \|", section, re.MULTILINE)}
+    names = ("OK", "GRANTED", "NOTHING", "BAD_REQUEST", "UNAUTHORIZED", "UNKNOWN", "CHANGED", "LEASE_ENDED")
+    assert written == {getattr(pull, name) for name in (*names, "UNREADABLE")} | {503}
+
+
+def test_the_page_has_the_limits_of_the_code() -> None:
+    written = dict(table("## Limits"))
+    assert written == {
+        "head of a request or answer": f"{links_http.MAX_HEAD_BYTES >> 10} KiB",
+        "body of a request": f"{links_http.MAX_REQUEST_BYTES >> 10} KiB",
+        "answer that is neither metadata nor chunks": f"{remote._MAX_ANSWER_BYTES >> 10} KiB",
+        "manifest, at the receiver": f"{MAX_METADATA_BYTES >> 20} MiB by default",
+        "digests, at the receiver": "8 bytes for each of `chunks`",
+        "chunks of a plan": f"{MAX_CHUNKS:,}",
+        "first request of a connection, with its token": f"within {links_http.GUEST_S:g} s",
+        "connections without a token": f"{links_http.MAX_GUESTS}; the oldest is closed for the next",
+        "connections with a token": f"{links_http.MAX_CONNECTIONS:,}; then 503",
+        "wait for the next request of a connection": f"{links_http.IDLE_S:g} s",
+        "wait for a receiver to take bytes": f"{links_http.SEND_S:g} s",
+        "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
+        "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",
+        "open leases": f"{MAX_LEASES:,}; then 410",
+    }
+    assert f"after {pull.LEASE_S:g} s in which the source neither" in PAGE
+    assert f"it waits at most {pull.MAX_WAIT_S:g} s" in PAGE
+    assert f"sends `alive` every {pull.ALIVE_S:g} s" in PAGE
+    assert f"16 bytes to {pull.MAX_PULL_CHUNK_BYTES >> 20} MiB" in PAGE
+    assert pull.PULL_CHUNK_BYTES == 1 << 20, "normally 1 MiB"
+
+
+def test_a_source_answers_every_request_of_the_page_as_the_page_says() -> None:
+    requests = [re.findall(r"`(\w+) (/\S+)`", row[0])[0] for row in table("## Requests")]
+    answers = [int(row[2][:3]) for row in table("## Requests")]
+    assert requests[0] == ("POST", "/v1/leases")
+    kinds = {path.split("/")[4] for _, path in requests[1:]}
+    assert kinds == {*re.findall(r"[a-z]{5,}", _LEASE_PATH.pattern.partition("/v1/leases/")[2])}
+    bodies = {
+        "/v1/leases": msgspec.msgpack.encode({"name": "state", "receiver": "the page"}),
+        "result": msgspec.msgpack.encode({"outcome": "failed", "reason": "a test"}),
+    }
+    lease, root = "", ""
+    with serve({"w": torch.ones(3)}, version=7) as source:
+        url = urlsplit(source.address)
+        connection = http.client.HTTPConnection(url.netloc, timeout=10)
+        for (method, path), status in zip(requests, answers, strict=True):
+            path = path.replace("LEASE", lease).replace("FIRST-END", "0-1")
+            body = bodies.get(path, bodies.get(path.rpartition("/")[2], b""))
+            connection.request(method, path, body, {"Authorization": f"Bearer {url.fragment}"})
+            response = connection.getresponse()
+            answer = response.read()
+            assert response.status == status, (method, path, answer)
+            if status == pull.GRANTED:
+                grant = msgspec.msgpack.decode(answer)
+                lease, root = grant["lease"], grant["root"]
+            assert (response.headers["ETag"] == f'"{root}"') == (status == pull.OK)
+        connection.close()
+        assert [reader.state for reader in source.status().readers] == ["failed"]
+
+
+Extent = tuple[int, int, tuple[tuple[int, int], ...]]
+"""offset, run, ((count, step), …) with the widest step first; as the page describes extents."""
+
+
+class PagePlan:
+    """The extents and chunks of one storage, computed as the page says."""
+
+    def __init__(self, tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int) -> None:
+        extents = self.merge([extent for spec in tensors for extent in self.runs_of(spec)])
+        limit = max(min(1 << 20, chunk_bytes), pack_bytes)
+        packed: list[list[Extent]] = []
+        for extent in extents:
+            if self.nbytes(extent) < pack_bytes:
+                if not packed or sum(map(self.nbytes, packed[-1])) + self.nbytes(extent) > limit:
+                    packed.append([])
+                packed[-1].append(extent)
+        large = [extent for extent in extents if self.nbytes(extent) >= pack_bytes]
+        self.chunks = packed + [[piece] for extent in large for piece in self.split(extent, chunk_bytes)]
+
+    def nbytes(self, extent: Extent) -> int:
+        return sum(end - start for start, end in self.listed(extent))
+
+    def listed(self, extent: Extent) -> list[tuple[int, int]]:
+        """The runs of an extent, in order of address."""
+        offset, run, repeats = extent
+        starts = (
+            offset + sum(n * step for n, (_, step) in zip(at, repeats, strict=True))
+            for at in product(*(range(count) for count, _ in repeats))
+        )
+        return sorted((start, start + run) for start in starts)
+
+    def joined(self, runs: list[tuple[int, int]], *, touching: bool) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for start, end in sorted(runs):
+            if found and (start < found[-1][1] or (touching and start == found[-1][1])):
+                found[-1] = found[-1][0], max(found[-1][1], end)
+            else:
+                found.append((start, end))
+        return found
+
+    def sequences(self, runs: list[tuple[int, int]]) -> Iterator[Extent]:
+        while runs:
+            (start, end), step = runs[0], runs[1][0] - runs[0][0] if len(runs) > 1 else 0
+            count = 1
+            while count < len(runs) and runs[count] == (start + count * step, end + count * step):
+                count += 1
+            yield start, end - start, ((count, step),) if count > 1 else ()
+            runs = runs[count:]
+
+    def runs_of(self, spec: TensorSpec) -> list[Extent]:
+        if 0 in spec.shape:
+            return []
+        dims = sorted((step * spec.itemsize, n) for step, n in zip(spec.stride, spec.shape, strict=True))
+        steps = [(count, step) for step, count in dims if count > 1 and step > 0]
+        run = span = spec.itemsize
+        repeats: list[tuple[int, int]] = []
+        for count, step in steps:
+            if not repeats and step <= run:
+                run += (count - 1) * step
+            elif step < span:
+                everything = self.listed((spec.offset, spec.itemsize, tuple(steps)))
+                return list(self.sequences(self.joined(everything, touching=True)))
+            elif repeats and step == repeats[0][0] * repeats[0][1]:
+                repeats[0] = count * repeats[0][0], repeats[0][1]
+            else:
+                repeats.insert(0, (count, step))
+            span += (count - 1) * step
+        return [(spec.offset, run, tuple(repeats))]
+
+    def merge(self, extents: list[Extent]) -> list[Extent]:
+        groups: list[list[Extent]] = []
+        end = 0
+        for extent in sorted({*extents}, key=lambda each: (each[0], -self.listed(each)[-1][1])):
+            if not groups or extent[0] >= end:
+                groups.append([])
+            groups[-1].append(extent)
+            end = max(end, self.listed(extent)[-1][1])
+        return [extent for group in groups for extent in self.merge_group(group)]
+
+    def merge_group(self, group: list[Extent]) -> list[Extent]:
+        if len(group) == 1:
+            return group
+        runs = self.joined([(o, o + run) for o, run, repeats in group if not repeats], touching=False)
+        repeated = [
+            each
+            for each in group
+            if each[2] and not any(s <= each[0] and self.listed(each)[-1][1] <= e for s, e in runs)
+        ]
+        if not repeated:
+            return [(start, end - start, ()) for start, end in runs]
+        if not runs and len({repeats for _, _, repeats in repeated}) == 1:
+            columns = self.joined([(offset, offset + run) for offset, run, _ in repeated], touching=False)
+            span, interleaves = columns[-1][1] - columns[0][0], False
+            for count, step in reversed(repeated[0][2]):
+                interleaves |= step < span
+                span += (count - 1) * step
+            if not interleaves:
+                return [(start, end - start, repeated[0][2]) for start, end in columns]
+        everything = runs + [run for each in repeated for run in self.listed(each)]
+        return list(self.sequences(self.joined(everything, touching=True)))
+
+    def split(self, extent: Extent, chunk_bytes: int) -> Iterator[Extent]:
+        offset, run, repeats = extent
+        if self.nbytes(extent) <= chunk_bytes:
+            yield extent
+        elif not repeats:
+            step = chunk_bytes // 16 * 16
+            cuts = range(offset // 16 * 16 + step, offset + run, step)
+            for start, end in zip([offset, *cuts], [*cuts, offset + run], strict=True):
+                yield start, end - start, ()
+        else:
+            (count, step), inner = repeats[0], repeats[1:]
+            rows = max(chunk_bytes * count // self.nbytes(extent), 1)
+            for first in range(0, count, rows):
+                outer = ((min(rows, count - first), step),) if min(rows, count - first) > 1 else ()
+                yield from self.split((offset + first * step, run, outer + inner), chunk_bytes)
+
+
+@st.composite
+def tensor_specs(draw: st.DrawFn) -> TensorSpec:
+    itemsize = draw(st.sampled_from([1, 4]))
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    stride = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 8, 25])) for _ in shape)
+    return TensorSpec("any", itemsize, shape, stride, 0, draw(st.integers(0, 20)) * itemsize)
+
+
+@examples(1000)
+@given(st.lists(tensor_specs(), max_size=3), st.sampled_from([16, 20, 64]), st.sampled_from([0, 8, 16]))
+def test_a_plan_that_is_computed_as_the_page_says_has_the_chunks_of_the_code(
+    tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int
+) -> None:
+    plan = make_plan(Manifest(0, (), (), tuple(tensors), (4096,)), chunk_bytes, pack_bytes)
+    page = PagePlan(tensors, chunk_bytes, pack_bytes)
+    expected = [[run for piece in chunk for run in page.listed(piece)] for chunk in page.chunks]
+    found = [
+        [run for piece in chunk.pieces for run in page.listed((piece.offset, piece.run_bytes, piece.repeats))]
+        for chunk in plan.chunks
+    ]
+    assert found == expected

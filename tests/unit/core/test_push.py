@@ -6,6 +6,7 @@ from enum import Enum
 
 import pytest
 
+from torchferry.core.machine import Machine
 from torchferry.core.manifest import Manifest, TensorSpec
 from torchferry.core.plan import PACK_BYTES, Chunk, make_plan
 from torchferry.core.push import (
@@ -14,7 +15,6 @@ from torchferry.core.push import (
     BLOCK_LAG,
     NONCE_BYTES,
     DigestBlock,
-    Machine,
     ReceiverState,
     SenderState,
     check_length,

@@ -12,7 +12,7 @@ from tests.support.links import FreeingLink, ShortLink
 from torchferry.core.plan import WINDOW_BYTES, Chunk
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send, send_state
-from torchferry.engine.source import Source
+from torchferry.engine.source import ChunkSource
 from torchferry.errors import (
     LinkBroken,
     LinkStalled,
@@ -191,13 +191,13 @@ def test_a_failing_sender_sends_an_abort_even_after_tiny_messages(
     }
     options = SendOptions(10, MAX_METADATA_BYTES, hash_first_bytes=0, pack_from=1000)
 
-    def fail_after_two(self: Source, chunk: Chunk) -> torch.Tensor:
+    def fail_after_two(self: ChunkSource, chunk: Chunk) -> torch.Tensor:
         if chunk.number >= 2:
             raise RuntimeError("this memory can't be read")
         return read(self, chunk)
 
-    read = Source.read
-    monkeypatch.setattr(Source, "read", fail_after_two)
+    read = ChunkSource.read
+    monkeypatch.setattr(ChunkSource, "read", fail_after_two)
     with pytest.raises(RuntimeError, match="can't be read"):
         send_state(ShortLink(network, 0), [1], state, options)
     with pytest.raises(PeerGaveUp):

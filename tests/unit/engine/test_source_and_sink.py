@@ -13,7 +13,7 @@ from torchferry.core.outcome import Outcome
 from torchferry.core.plan import Chunk
 from torchferry.engine import Workspace, metadata
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
-from torchferry.engine.source import Source
+from torchferry.engine.source import ChunkSource
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
 from torchferry.tensors.describe import describe, describe_target
@@ -39,7 +39,9 @@ class Bench:
         cache = workspace.cache
         encoded = metadata.encode(described.manifest, cache)
         self.plan = metadata.plan(encoded, cache, CHUNK_BYTES)
-        self.source = Source(described, self.plan, workspace.staging, lambda device: device.type == "cpu")
+        self.source = ChunkSource(
+            described, self.plan, workspace.staging, lambda device: device.type == "cpu"
+        )
         self.source.hash_all()
         context = RebuildContext()
         self.target: Target

@@ -53,6 +53,7 @@ def _nothing_is_collected() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("number", range(1, 40))
+@pytest.mark.slow
 def test_ctrl_c_at_any_line_of_a_sleep_raises_keyboard_interrupt_and_breaks_nothing(number: int) -> None:
     runner, lane = Runner(), one_lane()
     until_s = time.monotonic() + 0.01

@@ -1,0 +1,126 @@
+"""Sources that answer late, or can't be reached any more, while another source or attempt succeeds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+import torch
+
+import torchferry
+
+Watch = Callable[[bytes], None]
+"""Called with what a receiver sends, before it is forwarded."""
+
+
+class Proxy:
+    """Forwards connections to a source. `watch` may delay requests; `accepts` limits the connections."""
+
+    def __init__(self, address: str, watch: Watch = lambda data: None, accepts: int | None = None) -> None:
+        scheme, _, rest = address.partition("://")
+        where, _, token = rest.partition("/#")
+        host, _, port = where.rpartition(":")
+        self._source = host, int(port)
+        self._watch = watch
+        self._accepts = accepts
+        self._sockets = ExitStack()
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = self._keep(socket.create_server(("127.0.0.1", 0), backlog=0 if accepts else 64))
+        self.where = self._listener.getsockname()
+        self.address = f"{scheme}://127.0.0.1:{self.where[1]}/#{token}"
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """Close all sockets, and wait for all threads."""
+        for sock in self._open:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._sockets.close()
+
+    def _keep(self, sock: socket.socket) -> socket.socket:
+        self._open.append(self._sockets.enter_context(sock))
+        return sock
+
+    def _start(self, work: Callable[..., None], *args: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        accepted = 0
+        with suppress(OSError):
+            while self._accepts is None or accepted < self._accepts:
+                client = self._keep(self._listener.accept()[0])
+                accepted += 1
+                if accepted == self._accepts:
+                    self._fill_queue()
+                server = self._keep(socket.create_connection(self._source))
+                self._start(self._forward, client, server, self._watch)
+                self._start(self._forward, server, client, lambda data: None)
+
+    def _fill_queue(self) -> None:
+        """Fill the queue of connections to accept, so that the kernel answers no more."""
+        for _ in range(8):
+            sock = self._keep(socket.socket())
+            sock.settimeout(0.2)
+            try:
+                sock.connect(self.where)
+            except TimeoutError:
+                return
+        raise AssertionError("the queue of the listener does not fill")
+
+    def _forward(self, source: socket.socket, target: socket.socket, watch: Watch) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                watch(data)
+                target.sendall(data)
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def proxy(address: str, watch: Watch = lambda data: None, accepts: int | None = None) -> Iterator[str]:
+    """Return the address of a proxy."""
+    running = Proxy(address, watch, accepts)
+    try:
+        yield running.address
+    finally:
+        running.close()
+
+
+def test_late_metadata_is_asked_for_again_and_the_late_answer_is_not_taken_for_another() -> None:
+    delays_s = [1.4, 0.4]  # the first patience is 1 s
+
+    def delay(data: bytes) -> None:
+        if b"/manifest" in data and delays_s:
+            time.sleep(delays_s.pop(0))
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        dead = f"http://127.0.0.1:{unused.getsockname()[1]}/#no-token-is-needed-here"
+    state = {"w": torch.arange(1000)}
+    with torchferry.serve(state, version=1) as source, proxy(source.address, delay) as address:
+        got = torchferry.fetch([address, dead], timeout=20)
+    assert not delays_s
+    assert torch.equal(got.state["w"], state["w"])
+
+
+@pytest.mark.slow
+def test_a_source_that_can_not_be_reached_again_holds_no_chunks() -> None:
+    """It granted a lease and sent the metadata. Then its host is off: connecting takes until the deadline."""
+    state = {"w": torch.arange(4 << 20)}
+    with (
+        torchferry.serve(state, version=1) as gone,
+        torchferry.serve(state, version=1) as alive,
+        proxy(gone.address, accepts=2) as address,
+    ):
+        got = torchferry.fetch([address, alive.address], timeout=12)
+    assert torch.equal(got.state["w"], state["w"])
+    assert got.report.phases_s["receive tensors"] < 3.0
+    assert not got.report.confirmed

@@ -1,0 +1,159 @@
+"""Which chunks a lane asks for, when a lane is overdue, and that every needed chunk lands exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.sizes import examples
+from torchferry.core.schedule import OVERDUE_S, REQUEST_BYTES, Backoff, Schedule
+
+MIB = 1 << 20
+
+
+def test_a_range_is_limited_in_bytes_and_has_consecutive_chunks() -> None:
+    schedule = Schedule([MIB] * 100, [*range(20), *range(50, 100)])
+    assert schedule.take(0, 1, 0.0) == range(8)
+    assert schedule.take(1, 1, 0.0) == range(8, 16)
+    assert schedule.take(2, 1, 0.0) == range(16, 20), "the next needed chunk is not the next chunk"
+    assert schedule.take(3, 1, 0.0) == range(50, 58)
+
+
+def test_a_chunk_above_the_limit_is_asked_for_alone() -> None:
+    schedule = Schedule([2 * REQUEST_BYTES, 1, 2 * REQUEST_BYTES], range(3))
+    assert [schedule.take(lane, 1, 0.0) for lane in range(3)] == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_towards_the_end_lanes_ask_for_less_so_that_they_finish_together() -> None:
+    schedule = Schedule([MIB] * 8, range(8))
+    assert [len(schedule.take(lane, 2, 0.0)) for lane in range(2)] == [2, 1]
+
+
+def test_nothing_is_needed_from_the_start_if_all_chunks_are_there() -> None:
+    schedule = Schedule([1, 2, 3], [])
+    assert schedule.is_done
+    assert not schedule.has_more
+    assert schedule.take(0, 1, 0.0) == range(0)
+
+
+def test_a_lane_delivers_before_it_takes_more_and_in_order() -> None:
+    schedule = Schedule([1] * 8, range(8))
+    assert schedule.take(0, 1, 0.0) == range(4)
+    with pytest.raises(AssertionError, match="delivers what it was asked for"):
+        schedule.take(0, 1, 0.0)
+    with pytest.raises(AssertionError, match="in the order"):
+        schedule.landed(0, 1, 0.0)
+
+
+def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
+    schedule = Schedule([1] * 16, range(16))
+    assert schedule.take(0, 1, 0.0) == range(8)
+    schedule.landed(0, 0, 0.0)
+    schedule.give_up(0)
+    assert not schedule.is_done
+    assert schedule.take(1, 1, 0.0).start == 1
+
+
+def test_a_lane_that_was_given_up_can_not_deliver() -> None:
+    schedule = Schedule([1, 1], range(2))
+    schedule.take(0, 1, 0.0)
+    schedule.give_up(0)
+    with pytest.raises(KeyError):
+        schedule.landed(0, 0, 0.0)
+
+
+def test_a_silent_lane_is_overdue_after_a_second() -> None:
+    schedule = Schedule([1, 1], range(2))
+    schedule.take(7, 1, 10.0)
+    assert schedule.overdue(9.9 + OVERDUE_S) == []
+    assert schedule.overdue(10.0 + OVERDUE_S) == [7]
+    schedule.heard(7, 10.5)
+    assert schedule.overdue(10.4 + OVERDUE_S) == []
+    assert schedule.overdue(10.5 + OVERDUE_S) == [7]
+    schedule.heard(7, 3.0)
+    assert schedule.overdue(10.4 + OVERDUE_S) == [], "an older time changes nothing"
+
+
+def test_a_lane_that_is_never_silent_but_far_slower_than_usual_is_overdue() -> None:
+    schedule = Schedule([1] * 4, range(4))
+    schedule.take(0, 1, 0.0)
+    schedule.landed(0, 0, 0.1)
+    for tenth in range(2, 15):
+        schedule.heard(0, tenth / 10)
+        assert schedule.overdue(tenth / 10) == []
+    schedule.heard(0, 1.51)
+    assert schedule.overdue(1.51) == [0], "four times 0.1 s, and a second"
+
+
+def test_no_lane_is_slow_before_the_first_chunk_has_landed() -> None:
+    schedule = Schedule([1] * 4, range(4))
+    schedule.take(0, 1, 0.0)
+    for second in range(100):
+        schedule.heard(0, float(second))
+        assert schedule.overdue(second + 0.5) == []
+
+
+def test_an_idle_lane_is_never_overdue() -> None:
+    schedule = Schedule([1, 1], range(2))
+    schedule.take(0, 1, 0.0)
+    schedule.landed(0, 0, 0.1)
+    schedule.heard(0, 0.2)
+    schedule.heard(5, 0.2)
+    assert schedule.overdue(100.0) == []
+
+
+def test_a_source_that_is_late_again_and_again_rests_longer_until_it_delivers() -> None:
+    backoff = Backoff()
+    for rest_s in (1.0, 2.0, 4.0):
+        backoff.overdue(100.0)
+        assert backoff.rests(99.9 + rest_s)
+        assert not backoff.rests(100.0 + rest_s)
+    backoff.landed(0)
+    backoff.overdue(200.0)
+    assert not backoff.rests(201.0)
+
+
+def test_a_source_is_given_up_at_its_fourth_failure_in_a_row() -> None:
+    backoff = Backoff()
+    assert [backoff.failed(0) for _ in range(3)] == [False, False, False]
+    backoff.landed(0)
+    assert [backoff.failed(0) for _ in range(4)] == [False, False, False, True]
+
+
+@examples(300)
+@given(st.data())
+def test_every_needed_chunk_lands_exactly_once_whatever_lanes_do(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([1, 1000, MIB, 3 * MIB, REQUEST_BYTES + 1]), max_size=40))
+    needed = sorted(data.draw(st.sets(st.sampled_from(range(len(sizes)))))) if sizes else []
+    schedule = Schedule(sizes, needed)
+    asked: dict[int, list[int]] = {}
+    landed: Counter[int] = Counter()
+    now_s = 0.0
+    while not schedule.is_done:
+        now_s += data.draw(st.sampled_from([0.0, 0.01, 0.5, 3.0]))
+        late = set(schedule.overdue(now_s))
+        assert late <= asked.keys()
+        assert late or now_s < OVERDUE_S or not asked or any(lane not in late for lane in asked)
+        lane = data.draw(st.integers(0, 3))
+        if lane not in asked:
+            chunks = list(schedule.take(lane, 4, now_s))
+            assert sum(sizes[chunk] for chunk in chunks[1:]) <= REQUEST_BYTES
+            assert not {*chunks} & {chunk for others in asked.values() for chunk in others}
+            if chunks:
+                asked[lane] = chunks
+        elif data.draw(st.integers(0, 4)) == 0:
+            schedule.give_up(lane)
+            del asked[lane]
+        else:
+            chunk = asked[lane].pop(0)
+            landed[chunk] += 1
+            schedule.landed(lane, chunk, now_s)
+            if not asked[lane]:
+                del asked[lane]
+        left = sum(sizes[chunk] for chunk in needed if not landed[chunk])
+        assert schedule.has_more == (left > sum(sizes[c] for chunks in asked.values() for c in chunks))
+    assert landed == Counter(needed)
+    assert not asked

@@ -1,0 +1,33 @@
+"""The versions that a source holds: when `withdraw` and `publish` may say that nobody reads a state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchferry.core.pull import LeaseRequest, Result
+from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.shelf import Readers, Shelf
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import ReadersRemain
+from torchferry.tensors.memory import CPU
+
+
+@pytest.mark.parametrize("readers", ["wait", "drop"])
+def test_a_live_state_is_withdrawn_only_when_no_thread_reads_it_although_its_lease_has_ended(
+    readers: Readers,
+) -> None:
+    """The reader reported a failure on one connection while another still received a chunk."""
+    shelf = Shelf(lambda connection: None)
+    live = publish({"w": torch.ones(1 << 19)}, 1, Workspace(CPU), SnapshotMemory(), snapshot=False)
+    shelf.put("state", live, 1.0, "wait")
+    lease = shelf.lease(LeaseRequest("state", "reader"), 0.0, 1)
+    assert lease is not None
+    sent = shelf.read(lease, 0, 2)
+    next(sent)
+    shelf.finish(lease, Result("failed", "the receiver has no memory"))
+    with pytest.raises(ReadersRemain, match="reader: state version 1, failed"):
+        shelf.withdraw("state", 0.01, readers)
+    assert list(sent) == [], "a thread that sends finds that the lease has ended"
+    shelf.withdraw("state", 0.01, readers)
+    assert live.source is None, "its tensors are not read any more"
