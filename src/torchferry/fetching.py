@@ -15,6 +15,7 @@ from torchferry.core.compare import Extra
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine.fetch import Fetched, FetchOptions, ProgressEvent, fetch_state
+from torchferry.engine.remote import Via
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument
 from torchferry.links.address import parse_address
@@ -36,7 +37,7 @@ def fetch(
     atomic: bool = False,
     extra: Extra = "error",
     compare: bool | Literal["auto"] = "auto",
-    via: Literal["tcp"] | None = None,
+    via: Via | None = None,
     tls: ssl.SSLContext | None = None,
     max_metadata_bytes: int = MAX_METADATA_BYTES,
     on_progress: Callable[[ProgressEvent], object] | None = None,
@@ -66,7 +67,8 @@ def fetch(
         extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
         compare: hash what `into` holds, and fetch only chunks that differ. "auto" does that if an earlier
             fetch wrote to these tensors.
-        via: how bytes travel: "tcp", or None for the best way, which is TCP.
+        via: how bytes travel: "tcp"; "memory", for sources on the same machine and of the same user; or None
+            for memory where that is possible, and TCP elsewhere.
         tls: a context for https: which certificates to trust, and a client certificate.
         max_metadata_bytes: the longest metadata that is accepted.
         on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
@@ -96,7 +98,7 @@ def fetch(
             arguments.check_int(number, label)
     arguments.check_choice(compare, "compare", (True, False, "auto"))
     arguments.check_choice(extra, "extra", get_args(Extra))
-    arguments.check_choice(via, "via", (None, "tcp"))
+    arguments.check_choice(via, "via", (None, *get_args(Via)))
     arguments.check_tls(tls)
     insecure = [str(address) for address in found if tls is not None and not address.secure]
     if insecure:
@@ -113,6 +115,7 @@ def fetch(
         atomic=arguments.check_bool(atomic, "atomic"),
         verify=arguments.check_bool(verify, "verify"),
         stall_s=None if stall_timeout is None else arguments.seconds(stall_timeout, "stall_timeout"),
+        via=via,
         tls=tls,
         context=RebuildContext(mesh=mesh),
         on_progress=on_progress,

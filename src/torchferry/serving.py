@@ -4,6 +4,7 @@ import secrets
 import ssl
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self, get_args
 
@@ -16,7 +17,9 @@ from torchferry.engine.shelf import Readers, Shelf
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
-from torchferry.links.http import HttpServer, close_after_fork
+from torchferry.links.forks import close_after_fork
+from torchferry.links.http_server import HttpServer
+from torchferry.links.sockets import listen_locally
 from torchferry.tensors.memory import CPU
 
 
@@ -83,7 +86,13 @@ class Source:
         # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
         self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
         self._shelf = Shelf(lambda connection: self._server.disconnect(connection))
-        self._server = HttpServer(listener, token, PullHandler(self._shelf), tls)
+        listeners, local_name = [listener], None
+        # Not every system has Unix sockets without files.
+        with suppress(OSError):
+            name = secrets.token_hex(16)
+            listeners.append(listen_locally(name))
+            local_name = name
+        self._server = HttpServer(listeners, token, PullHandler(self._shelf, local_name), tls)
         close_after_fork(self)
 
     @property

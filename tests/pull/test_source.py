@@ -115,7 +115,7 @@ def test_the_memory_of_a_snapshot_is_used_again() -> None:
             source.publish(filled(version), version=version)
             (current,) = source._shelf._leases.current.values()
             assert current.block is not None
-            addresses.append(current.block.data_ptr())
+            addresses.append(current.block.tensor.data_ptr())
     assert len(set(addresses)) == 2
 
 
@@ -343,7 +343,7 @@ def test_readers_is_wait_or_drop(readers: Any) -> None:
 
 def test_the_address_names_what_advertise_says() -> None:
     with Source(advertise="trainer.example") as source:
-        port = source._server._listener.getsockname()[1]
+        port = source._server._listeners[0].getsockname()[1]
         assert source.address.startswith(f"http://trainer.example:{port}/#")
     with Source(advertise="[2001:db8::7]:8000") as source:
         assert source.address.startswith("http://[2001:db8::7]:8000/#")

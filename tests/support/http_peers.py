@@ -12,7 +12,7 @@ import h11
 
 from torchferry.errors import LinkError
 from torchferry.links.address import Address, parse_address
-from torchferry.links.http import HttpConnection
+from torchferry.links.http_client import HttpConnection
 
 TIMEOUT_S = 10.0
 

@@ -27,7 +27,8 @@ from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
 from torchferry.engine import SendOptions, remote, send_state
 from torchferry.engine.serve import _LEASE_PATH
-from torchferry.links import http as links_http
+from torchferry.links import http_server
+from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.serving import serve
 from torchferry.testing import MemoryNetwork
 
@@ -171,17 +172,17 @@ def test_the_page_has_every_status() -> None:
 def test_the_page_has_the_limits_of_the_code() -> None:
     written = dict(table("## Limits"))
     assert written == {
-        "head of a request or answer": f"{links_http.MAX_HEAD_BYTES >> 10} KiB",
-        "body of a request": f"{links_http.MAX_REQUEST_BYTES >> 10} KiB",
+        "head of a request or answer": f"{MAX_HEAD_BYTES >> 10} KiB",
+        "body of a request": f"{http_server.MAX_REQUEST_BYTES >> 10} KiB",
         "answer that is neither metadata nor chunks": f"{remote._MAX_ANSWER_BYTES >> 10} KiB",
         "manifest, at the receiver": f"{MAX_METADATA_BYTES >> 20} MiB by default",
         "digests, at the receiver": "8 bytes for each of `chunks`",
         "chunks of a plan": f"{MAX_CHUNKS:,}",
-        "first request of a connection, with its token": f"within {links_http.GUEST_S:g} s",
-        "connections without a token": f"{links_http.MAX_GUESTS}; the oldest is closed for the next",
-        "connections with a token": f"{links_http.MAX_CONNECTIONS:,}; then 503",
-        "wait for the next request of a connection": f"{links_http.IDLE_S:g} s",
-        "wait for a receiver to take bytes": f"{links_http.SEND_S:g} s",
+        "first request of a connection, with its token": f"within {http_server.GUEST_S:g} s",
+        "connections without a token": f"{http_server.MAX_GUESTS}; the oldest is closed for the next",
+        "connections with a token": f"{http_server.MAX_CONNECTIONS:,}; then 503",
+        "wait for the next request of a connection": f"{http_server.IDLE_S:g} s",
+        "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",
         "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
         "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",
         "open leases": f"{MAX_LEASES:,}; then 410",

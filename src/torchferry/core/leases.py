@@ -29,6 +29,9 @@ class Held(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def abandon(self) -> None:
+        """Never write to this memory again: a reader that was given up may still read it."""
+
 
 HeldT = TypeVar("HeldT", bound=Held)
 
@@ -54,7 +57,10 @@ class Reader:
 
 @dataclass(eq=False)
 class Lease(Generic[HeldT]):
-    """The right to read one version. `connections` are the numbers of its reader's connections."""
+    """The right to read one version. `connections` are the numbers of its reader's connections.
+
+    If it `maps_memory`, the reader has the version's own memory, until it reports a result.
+    """
 
     id: str
     receiver: str
@@ -64,6 +70,7 @@ class Lease(Generic[HeldT]):
     heard_s: float
     ended_s: float | None = None
     bytes_sent: int = 0
+    maps_memory: bool = False
     reason: str = ""
     connections: set[int] = field(default_factory=set)
     machine: Machine[LeaseState] = field(default_factory=lambda: Machine(LeaseState.OPEN))
@@ -186,6 +193,11 @@ class Leases(Generic[HeldT]):
         lease.heard_s = now_s
         return lease.is_open
 
+    def share(self, lease: Lease[HeldT], nbytes: int, now_s: float) -> None:
+        """Note that the reader of an open lease gets the version's own memory, to read so many bytes."""
+        lease.maps_memory = True
+        self.sent(lease, nbytes, now_s)
+
     def end_send(self, lease: Lease[HeldT]) -> None:
         """Note that a thread does not read a lease's version any more."""
         self._sending[lease] -= 1
@@ -224,6 +236,8 @@ class Leases(Generic[HeldT]):
     def _end(self, lease: Lease[HeldT], state: LeaseState, reason: str, now_s: float) -> None:
         lease.machine.advance(state)
         lease.reason, lease.ended_s = reason, now_s
+        if lease.maps_memory and state in (LeaseState.LOST, LeaseState.DROPPED):
+            lease.held.abandon()
         del self._open[lease.id]
         # Without the lease itself, which would keep the manifest and the plan of its version in memory.
         self._ended.append((lease.began_s, lease.id, lease.show(now_s)))

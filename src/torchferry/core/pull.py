@@ -68,8 +68,9 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     """A lease on one version, and what it takes to plan the fetch.
 
     Versions of equal `root` hold equal states. If `layout` is equal too, their chunks are interchangeable.
-    `snapshot` says that the state was copied, so that it can't change. `metadata` is the digest of all that
-    the receiver relies on: see `metadata_digest`.
+    `snapshot` says that the state was copied, so that it can't change. `memory` names the Unix socket for
+    receivers on the same machine, which may read chunks from the source's memory. `metadata` is the digest of
+    all that the receiver relies on: see `metadata_digest`.
     """
 
     lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -82,6 +83,13 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     pack_bytes: Annotated[int, Meta(ge=0, le=MAX_PULL_CHUNK_BYTES)]
     chunks: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
     snapshot: bool = False
+    memory: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
+
+
+class InMemory(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where chunks are, from `offset` on: in the memory whose descriptor comes with the response."""
+
+    offset: Count
 
 
 class Result(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +109,7 @@ class Failure(Struct, frozen=True, forbid_unknown_fields=True):
 # The status of a response.
 OK = 200
 GRANTED = 201
+IN_MEMORY = 202  # the chunks are not in the body, but in shared memory
 NOTHING = 204  # nothing newer yet, or nothing to say
 BAD_REQUEST = 400
 UNAUTHORIZED = 401  # no token, or a wrong one
@@ -112,6 +121,7 @@ TOO_MANY = 503  # connections
 
 lease_request_decoder = Decoder(LeaseRequest)
 grant_decoder = Decoder(Grant)
+in_memory_decoder = Decoder(InMemory)
 result_decoder = Decoder(Result)
 failure_decoder = Decoder(Failure)
 

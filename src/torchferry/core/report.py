@@ -58,10 +58,16 @@ class Report:
 
 @dataclass
 class SourceReport:
-    """What one source delivered, and what went wrong with it."""
+    """What one source delivered, and what went wrong with it.
+
+    `via` is how its bytes came: "memory" if it is on the same machine, or "tcp". If memory was not used,
+    `why_tcp` says why.
+    """
 
     bytes: int = 0
     chunks: int = 0
+    via: str = ""
+    why_tcp: str = ""
     failures: list[str] = field(default_factory=list)
 
 
@@ -105,7 +111,10 @@ class FetchReport:
         return {**asdict(self), "seconds": self.seconds, "bytes_per_second": self.bytes_per_second}
 
     def __str__(self) -> str:
-        sources = ", ".join(f"{address} ({each.bytes:,} bytes)" for address, each in self.sources.items())
+        sources = ", ".join(
+            f"{address} ({each.bytes:,} bytes{each.via and f' by {each.via}'})"
+            for address, each in self.sources.items()
+        )
         notes = _show_unmatched(self)
         notes += f"; {self.extra_bytes:,} bytes of extra memory" if self.extra_bytes else ""
         notes += "" if self.verified else ", not verified"

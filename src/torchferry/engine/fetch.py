@@ -28,6 +28,7 @@ from torchferry.engine import metadata
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
+from torchferry.engine.remote import Via
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.sources import Sources
 from torchferry.engine.transfer import Phases, with_outcome
@@ -82,6 +83,7 @@ class FetchOptions:
     atomic: bool
     verify: bool
     stall_s: float | None
+    via: Via | None
     tls: ssl.SSLContext | None
     context: RebuildContext
     on_progress: Callable[[ProgressEvent], object] | None
@@ -103,23 +105,30 @@ def fetch_state(addresses: Sequence[Address], options: FetchOptions, workspace: 
     """
     fetch = _Fetch(addresses, options, workspace)
     try:
-        return fetch.run()
+        fetched = fetch.run()
+        fetch.stop()
+        return fetched
     except BaseException as error:
-        failure = error
-        try:
-            fetch.stop(fetch.result_of(error))
-        except KeyboardInterrupt as again:
-            failure = again
-        explained = fetch.explain(failure)
+        explained = fetch.explain(_stop_after(fetch, error))
         try:
             if explained is error:
                 raise
             raise explained from explained.__cause__
         finally:
-            del failure, explained  # they refer to this frame
+            del explained  # it refers to this frame
     finally:
-        fetch.stop()
         fetch.forget_errors()
+
+
+def _stop_after(fetch: "_Fetch", error: BaseException) -> BaseException:
+    """Stop a fetch that failed, however often the user presses Ctrl-C meanwhile; return the last error."""
+    result: Result | None = fetch.result_of(error)
+    while True:
+        try:
+            fetch.stop(result)
+            return error
+        except KeyboardInterrupt as again:
+            error, result = again, None
 
 
 class _Fetch(Phases):
@@ -133,7 +142,7 @@ class _Fetch(Phases):
         self._machine = Machine(FetchState.CONNECTING)
         self._enter_phase("connect" if options.wanted.newer_than is None else "wait")
         self._sources = Sources(
-            self._name, addresses, options.wanted, options.tls, options.max_metadata_bytes
+            self._name, addresses, options.wanted, options.tls, options.max_metadata_bytes, options.via
         )
         self._receiving: Receiving | None = None
         self._sink: Sink | None = None

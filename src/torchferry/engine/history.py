@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 
-from torchferry.links.http import close_after_fork
+from torchferry.links.forks import close_after_fork
 from torchferry.tensors.describe import Description
 
 _MAX_STORAGES = 1 << 17

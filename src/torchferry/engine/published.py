@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -15,27 +17,40 @@ from torchferry.engine import metadata
 from torchferry.engine.source import ChunkSource, digest, digest_pieces, view
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import StateChanged, StateError
+from torchferry.links.shared_memory import SharedBlock
 from torchferry.tensors.describe import describe
-from torchferry.tensors.memory import new_block
+from torchferry.tensors.memory import check_room, new_block
+
+
+class SnapshotBlock(NamedTuple):
+    """The memory of a snapshot, which receivers on this machine can map if it is `shared`."""
+
+    tensor: torch.Tensor
+    shared: SharedBlock | None = None
 
 
 class SnapshotMemory:
     """The memory of one name's snapshots, which one version leaves to the next. At most one block is kept."""
 
     def __init__(self) -> None:
-        self._kept: torch.Tensor | None = None
+        self._kept: SnapshotBlock | None = None
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> SnapshotBlock:
         """Return a block of exactly this size; raises StateError if there is not enough memory."""
         with self._lock:
             kept, self._kept = self._kept, None
-        if kept is not None and kept.nbytes == nbytes:
+        if kept is not None and kept.tensor.nbytes == nbytes:
             return kept
         del kept  # before the next block is allocated
-        return new_block(nbytes, "the snapshot")
+        check_room(nbytes, "the snapshot")
+        # The kernel may have no such files, or limit their size.
+        with suppress(OSError):
+            shared = SharedBlock(nbytes)
+            return SnapshotBlock(shared.tensor, shared)
+        return SnapshotBlock(new_block(nbytes, "the snapshot"))
 
-    def give_back(self, block: torch.Tensor) -> None:
+    def give_back(self, block: SnapshotBlock) -> None:
         """Keep a block for the next version."""
         with self._lock:
             self._kept = block
@@ -52,8 +67,9 @@ class Published:
     root: str
     layout: str
     source: ChunkSource | None
-    block: torch.Tensor | None
+    block: SnapshotBlock | None
     memory: SnapshotMemory
+    is_abandoned: bool = False
 
     def __post_init__(self) -> None:
         self._ends = list(accumulate(chunk.nbytes for chunk in self.plan.chunks))
@@ -64,16 +80,20 @@ class Published:
             self.encoded.data, self.encoded_digests, self.version, self.root, self.layout
         )
 
+    def start(self, chunk: int) -> int:
+        """Return where a chunk begins in a snapshot, in bytes."""
+        return self._ends[chunk - 1] if chunk else 0
+
     def size(self, first: int, end: int) -> int:
         """Return the size of the chunks from `first` to `end` in bytes."""
-        return self._ends[end - 1] - (self._ends[first - 1] if first else 0)
+        return self.start(end) - self.start(first)
 
     def read(self, first: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of the chunks from `first` to `end`, in order."""
         for chunk in self.plan.chunks[first:end]:
             stop = self._ends[chunk.number]
             if self.block is not None:
-                yield view(self.block[stop - chunk.nbytes : stop])
+                yield view(self.block.tensor[stop - chunk.nbytes : stop])
             elif self.source is not None:
                 try:
                     buffer = self.source.read(chunk)
@@ -91,12 +111,16 @@ class Published:
         self.source.find_changes(also=() if chunk is None else (self.plan.chunks[chunk],))
         return self.source.changed_paths()
 
+    def abandon(self) -> None:
+        """Never write to this memory again: a reader that was given up may still read it."""
+        self.is_abandoned = True
+
     def free(self) -> None:
         """Give the memory back, when nobody reads it any more."""
         self.source = None
-        if self.block is not None:
+        if self.block is not None and not self.is_abandoned:
             self.memory.give_back(self.block)
-            self.block = None
+        self.block = None
 
 
 def publish(
@@ -123,7 +147,7 @@ def publish(
         if block is None:
             buffer = source.read(chunk)
         else:
-            buffer = block[start : start + chunk.nbytes]
+            buffer = block.tensor[start : start + chunk.nbytes]
             source.copy(chunk, buffer)
         start += chunk.nbytes
         digests.append(digest(buffer))

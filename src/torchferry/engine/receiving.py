@@ -12,11 +12,11 @@ from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
 from torchferry.core.schedule import Schedule
 from torchferry.engine.landing import Landing
-from torchferry.engine.remote import LeaseEnded, RemoteSource
+from torchferry.engine.remote import LeaseEnded, MemoryUnusable, RemoteSource
 from torchferry.engine.source import view
 from torchferry.engine.sources import Sources
 from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout
-from torchferry.links.http import HttpConnection
+from torchferry.links.http_client import HttpConnection
 
 EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
@@ -162,7 +162,7 @@ class Receiving:
         """
         while self._wait_until_needed(lane):
             if lane.connection is None:
-                lane.connection = lane.source.connect(self._left_s())
+                lane.connection = lane.source.connect_for_chunks(self._left_s())
                 self._raise_if_over()
             with self._changed:
                 if self._schedule.has_more:
@@ -221,6 +221,9 @@ class Receiving:
         source, is_overdue = lane.source, lane.is_overdue
         self._give_up(lane)
         self._raise_if_over()
+        if isinstance(error, MemoryUnusable):
+            source.give_memory_up(error)
+            return
         with self._changed:
             lane.is_overdue = False
             source.report.failures.append(error.what)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 from msgspec import msgpack, structs
 
@@ -27,7 +28,7 @@ from torchferry.errors import (
     PeerGaveUp,
 )
 from torchferry.links.address import Address
-from torchferry.links.http import HttpConnection
+from torchferry.links.http_client import HttpConnection
 
 _MAX_ANSWER_BYTES = 64 << 10
 """The longest answer that is neither metadata nor chunks."""
@@ -37,6 +38,14 @@ _MIN_WAIT_S = 0.001
 
 class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
+
+
+class MemoryUnusable(LinkBroken):
+    """Chunks can't come through memory. They may come over TCP."""
+
+
+Via = Literal["tcp", "memory"]
+"""How chunks come."""
 
 
 _ERRORS: dict[int, type[FerryError]] = {
@@ -57,7 +66,9 @@ class RemoteSource:
     may help, and PeerError if the answer can't be used or is an error.
     """
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None, max_metadata_bytes: int) -> None:
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, max_metadata_bytes: int, via: Via | None = None
+    ) -> None:
         self.address = address
         self.peer = str(address)
         self.report = SourceReport()
@@ -66,6 +77,7 @@ class RemoteSource:
         self.backoff = Backoff()
         self._tls = tls
         self._max_metadata_bytes = max_metadata_bytes
+        self._via = via
         self._lock = threading.Lock()
         self._connections: set[HttpConnection] = set()
         self._control: HttpConnection | None = None
@@ -80,6 +92,31 @@ class RemoteSource:
     def connect(self, timeout_s: float) -> HttpConnection:
         """Connect; raises LinkBroken or LinkTimeout."""
         return HttpConnection(self.address, self._tls, max(timeout_s, _MIN_WAIT_S), self._add)
+
+    def connect_for_chunks(self, timeout_s: float) -> HttpConnection:
+        """Connect to the source's Unix socket if it is on this machine, and else over TCP.
+
+        Raises LinkBroken, LinkTimeout, or PeerError if chunks must come through memory and can't.
+        """
+        assert self.grant is not None, "the source granted a lease"
+        if self._via != "tcp" and not self.report.why_tcp:
+            try:
+                if self.grant.memory is None:
+                    raise MemoryUnusable("the source does not offer its memory")
+                wait_s = max(timeout_s, _MIN_WAIT_S)
+                found = HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
+                self.report.via = "memory"
+                return found
+            except LinkBroken as error:
+                self.give_memory_up(error)
+        self.report.via = "tcp"
+        return self.connect(timeout_s)
+
+    def give_memory_up(self, error: LinkBroken) -> None:
+        """Use TCP from now on; raises PeerError if chunks must come through memory."""
+        if self._via == "memory":
+            raise PeerError(f"memory can't be used: {error.what}", peer=self.peer) from None
+        self.report.why_tcp = error.what
 
     def _add(self, connection: HttpConnection) -> None:
         with self._lock:
@@ -169,6 +206,13 @@ class RemoteSource:
         """Ask for a range of chunks. The caller then reads `nbytes` bytes."""
         path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
         head = connection.request("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        if head.status == pull.IN_MEMORY:
+            answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
+            try:
+                connection.map_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
+            except OSError as failure:
+                raise MemoryUnusable(failure.strerror or str(failure)) from None
+            return
         if head.status != pull.OK:
             error = _error_of(head.status, connection.read(min(head.nbytes, _MAX_ANSWER_BYTES)))
             raise error or PeerError(f"the source answered with status {head.status}, without chunks")

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import threading
+from contextlib import suppress
 
 from msgspec import msgpack
 
@@ -10,8 +12,10 @@ from torchferry.core.codec import decode_value
 from torchferry.core.leases import Lease
 from torchferry.engine.published import Published
 from torchferry.engine.shelf import Shelf
+from torchferry.engine.source import view
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, StateError
-from torchferry.links.http import Request, Response
+from torchferry.links.http_server import Request, Response
+from torchferry.links.shared_memory import SharedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -21,31 +25,46 @@ _LEASE_PATH = re.compile(
 )
 
 
-class PullHandler:
-    """Answers requests about the versions on a shelf."""
+_MAX_BUFFER_BYTES = 32 << 20
+"""The limit for all buffers in which receivers on the same machine get chunks of live states."""
 
-    def __init__(self, shelf: Shelf) -> None:
+
+class PullHandler:
+    """Answers requests about the versions on a shelf.
+
+    `local_name` is the name of the Unix socket for receivers on the same machine; None if there is none.
+    """
+
+    def __init__(self, shelf: Shelf, local_name: str | None) -> None:
         self._shelf = shelf
+        self._local_name = local_name
+        self._buffers: dict[int, SharedBlock] = {}  # by connection
+        self._lock = threading.Lock()
 
     def disconnected(self, connection: int) -> None:
         """End the leases whose last connection this was."""
+        with self._lock:
+            self._buffers.pop(connection, None)
         self._shelf.disconnected(connection)
 
     def answer(self, request: Request) -> Response:
         """Answer a request. Every error becomes a status and a reason."""
         try:
-            if (request.method, request.path) == ("POST", "/v1/leases"):
+            # With TLS, a client certificate may be required for a lease, and the Unix socket asks for none.
+            if (request.method, request.path, request.local) == ("POST", "/v1/leases", False):
                 return self._grant(request)
             found = _LEASE_PATH.fullmatch(request.path)
             if found is None:
                 return _failure(pull.UNKNOWN, "there is nothing at this path")
             lease_id, document, about_chunks, first, end = found.groups()
             what = document or about_chunks
+            if request.local and what != "chunks":
+                return _failure(pull.BAD_REQUEST, "the Unix socket is for chunks")
             if request.method != ("POST" if what in ("alive", "result", "damaged") else "GET"):
                 return _failure(pull.BAD_REQUEST, f"{request.method} is not for this path")
             lease = self._shelf.find(lease_id, request.connection)
             if about_chunks:
-                return self._answer_about_chunks(lease, what, int(first), int(end))
+                return self._answer_about_chunks(request, lease, what, int(first), int(end))
             if what == "result":
                 return self._finish(lease, request.body)
             if what == "alive":
@@ -81,10 +100,13 @@ class PullHandler:
             pack_bytes=published.plan.pack_bytes,
             chunks=len(published.plan.chunks),
             snapshot=published.is_copy,
+            memory=self._local_name,
         )
         return Response(pull.GRANTED, msgpack.encode(grant))
 
-    def _answer_about_chunks(self, lease: Lease[Published], what: str, first: int, end: int) -> Response:
+    def _answer_about_chunks(
+        self, request: Request, lease: Lease[Published], what: str, first: int, end: int
+    ) -> Response:
         published = lease.held
         if not 0 <= first < end <= len(published.plan.chunks):
             return _failure(pull.BAD_REQUEST, f"there are no chunks {first} to {end}")
@@ -93,8 +115,41 @@ class PullHandler:
         if what == "damaged":
             logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
             return Response(pull.NOTHING)
+        if request.local and (response := self._in_memory(lease, first, end, request.connection)):
+            return response
         buffers = self._shelf.read(lease, first, end)
         return Response(pull.OK, headers=_etag(published), nbytes=published.size(first, end), buffers=buffers)
+
+    def _in_memory(self, lease: Lease[Published], first: int, end: int, connection: int) -> Response | None:
+        """Answer with chunks in shared memory: the snapshot itself, or a copy of a live state's chunks.
+
+        None if there is no memory for that.
+        """
+        shared, offset = self._shelf.share(lease, first, end), lease.held.start(first)
+        if shared is None:
+            shared, offset = self._buffer(connection, lease.held.size(first, end)), 0
+            if shared is None:
+                return None
+            start = 0
+            for data in self._shelf.read(lease, first, end):
+                view(shared.tensor[start : start + len(data)])[:] = data
+                start += len(data)
+            if start < lease.held.size(first, end):
+                raise LinkBroken("the lease ended while chunks were copied")
+        return Response(pull.IN_MEMORY, msgpack.encode(pull.InMemory(offset)), memory=shared)
+
+    def _buffer(self, connection: int, nbytes: int) -> SharedBlock | None:
+        """Return the buffer of a connection, whose client has read all that it got; None without memory."""
+        with self._lock, suppress(OSError):
+            kept = self._buffers.pop(connection, None)
+            if kept is None or kept.tensor.nbytes < nbytes:
+                used = sum(buffer.tensor.nbytes for buffer in self._buffers.values())
+                if used + nbytes > _MAX_BUFFER_BYTES:
+                    return None
+                kept = SharedBlock(nbytes)
+            self._buffers[connection] = kept
+            return kept
+        return None
 
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)

@@ -11,6 +11,7 @@ from torchferry.core.leases import Lease, Leases, Reader
 from torchferry.core.pull import LeaseRequest, Result
 from torchferry.engine.published import Published
 from torchferry.errors import LinkBroken, ReadersRemain
+from torchferry.links.shared_memory import SharedBlock
 
 Readers = Literal["wait", "drop"]
 """What to do with readers of a version that must go."""
@@ -181,6 +182,19 @@ class Shelf:
         finally:
             with self._locked() as leases:
                 leases.end_send(lease)
+
+    def share(self, lease: Lease[Published], first: int, end: int) -> SharedBlock | None:
+        """Return the shared memory of a lease's snapshot, to read these chunks; None if it has none.
+
+        Raises LinkBroken if the lease has ended.
+        """
+        with self._changed:
+            block = lease.held.block
+            if not lease.is_open:
+                raise LinkBroken(self._leases.why_ended(lease.id))
+            if block is not None and block.shared is not None:
+                self._leases.share(lease, lease.held.size(first, end), time.monotonic())
+            return block and block.shared
 
     def finish(self, lease: Lease[Published], result: Result) -> None:
         """End a lease with the result that its reader reports."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
-from torchferry.engine.remote import RemoteSource
+from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -39,10 +39,11 @@ class Sources:
         wanted: LeaseRequest,
         tls: ssl.SSLContext | None,
         max_metadata_bytes: int,
+        via: Via | None,
     ) -> None:
         self._name = name
         self.changed = threading.Condition()
-        self.all = [RemoteSource(address, tls, max_metadata_bytes) for address in addresses]
+        self.all = [RemoteSource(address, tls, max_metadata_bytes, via) for address in addresses]
         self.unanswered = set(self.all)
         self.wanted = wanted
         self.chosen: Grant | None = None

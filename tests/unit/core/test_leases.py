@@ -31,6 +31,10 @@ class Memory:
     version: int
     nbytes: int = 100
     is_copy: bool = True
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
 
 def serving(*versions: int, name: str = "state") -> Leases[Memory]:

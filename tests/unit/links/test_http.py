@@ -20,12 +20,12 @@ from tests.support.children import child, wait_until
 from tests.support.http_peers import Asked, connect, exchange, read_all, request, response, serving, status_of
 from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links.address import Address, listen
-from torchferry.links.http import (
+from torchferry.links.http import MAX_HEAD_BYTES
+from torchferry.links.http_client import HttpConnection
+from torchferry.links.http_server import (
     GUEST_S,
     MAX_CONNECTIONS,
-    MAX_HEAD_BYTES,
     MAX_REQUEST_BYTES,
-    HttpConnection,
     HttpServer,
     Request,
     Response,
@@ -81,7 +81,7 @@ class Running:
 def running() -> Iterator[Running]:
     listener, handler = listen("127.0.0.1", 0), Echo()
     address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
-    server = HttpServer(listener, TOKEN, handler)
+    server = HttpServer([listener], TOKEN, handler)
     try:
         yield Running(server, handler, address)
     finally:
@@ -425,7 +425,7 @@ def test_a_server_can_be_closed_while_clients_send() -> None:
         for _ in range(400):
             listener = listen("127.0.0.1", 0)
             address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
-            server = HttpServer(listener, TOKEN, Echo())
+            server = HttpServer([listener], TOKEN, Echo())
             with connect(address) as client:
                 sender = threading.Thread(target=_send_until_closed, args=(client,))
                 sender.start()

@@ -39,6 +39,9 @@ class Version:
     is_copy: bool
     nbytes: int = 1
 
+    def abandon(self) -> None:
+        """Do nothing: simulated readers have no memory of a source."""
+
 
 class Source(Host):
     """A process that publishes versions and answers requests."""

@@ -1,0 +1,221 @@
+"""The connection of an HTTP/1.1 client, over TCP or over a Unix socket to a source on the same machine.
+
+Bodies go into the caller's memory without a copy. Over the Unix socket, they may come from shared memory.
+"""
+
+import ctypes
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import h11
+
+from torchferry.errors import LinkBroken, LinkTimeout
+from torchferry.links import sockets
+from torchferry.links.address import Address
+from torchferry.links.forks import close_after_fork
+from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, reason_of
+from torchferry.links.shared_memory import Mapping, close_all, map_received
+
+_MAX_WAIT_S = 1e9
+"""The longest timeout that every platform's sockets accept, about 30 years."""
+
+
+class ResponseHead:
+    """The status and the length of a response."""
+
+    def __init__(self, event: h11.Response) -> None:
+        self.status = event.status_code
+        lengths = [bytes(value) for name, value in event.headers if name == b"content-length"]
+        length = b"0" if event.status_code == 204 else b"".join(lengths)
+        if not length.isdigit() or len(length) > 18:
+            raise ConnectionError("the source sent a response without a valid length")
+        self.nbytes = int(length)
+
+
+class HttpConnection:
+    """A connection to a server. One thread uses it and closes it; any thread may shut it down.
+
+    `heard_s` is when it last received something. `connecting` is called with it before it connects, so that
+    another thread can shut it down while it connects. With `local`, the name of a Unix socket, it connects to
+    that. Every method raises LinkBroken if the connection fails, and LinkTimeout if no bytes arrive in time.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+        connecting: Callable[["HttpConnection"], object] = lambda _: None,
+        local: str | None = None,
+    ) -> None:
+        self.address = address
+        self._local = local
+        self._descriptors: list[int] = []
+        self._memory: tuple[Mapping, tuple[int, int]] | None = None  # with the file's device and number
+        self._next_address = 0
+        self.heard_s = time.monotonic()
+        self._rest: bytes | bytearray = b""  # what was received behind a head
+        self._is_shut_down = False
+        self._lock = threading.Lock()
+        self._sock: socket.socket
+        try:
+            self._connect(min(timeout_s, _MAX_WAIT_S), connecting)
+            sockets.prepare(self._sock)
+            if address.secure and local is None:
+                context = tls or ssl.create_default_context()
+                # The handshake comes afterwards, so that it can be ended.
+                self._sock = context.wrap_socket(
+                    self._sock, server_hostname=address.host, do_handshake_on_connect=False
+                )
+                self._sock.do_handshake()
+        except (OSError, UnicodeError) as error:
+            with suppress(AttributeError):  # there is no socket if the host has no address
+                self._sock.close()
+            raise self._translated(error) from error
+
+    def _connect(self, timeout_s: float, connecting: Callable[["HttpConnection"], object]) -> None:
+        """Connect to the first address of the host that answers, as socket.create_connection does."""
+        found: Sequence[Any] = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self._local)]
+        if self._local is None:
+            found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        for number, (family, kind, protocol, _, where) in enumerate(found, 1):
+            self._sock = socket.socket(family, kind, protocol)
+            try:
+                close_after_fork(self)
+                connecting(self)
+                self._sock.settimeout(timeout_s)
+                if self._is_shut_down:
+                    raise ConnectionError("the fetch is over")
+                if self._local is None:
+                    self._sock.connect(where)
+                else:
+                    sockets.connect_locally(self._sock, where)
+                return
+            except OSError:
+                self._sock.close()
+                if number == len(found):
+                    raise
+
+    def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> ResponseHead:
+        """Send a request and read the head of its response. `read_into` or `read` then reads the body.
+
+        Descriptors that come with the response are kept until the next request, or until `map_memory`.
+        `timeout_s` limits every wait for the next bytes, also those of the body.
+        """
+        parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        headers = [
+            ("Host", str(self.address)),
+            ("Authorization", f"Bearer {self.address.token}"),
+            ("Content-Length", str(len(body))),
+        ]
+        try:
+            self._forget_descriptors()
+            self._next_address = 0
+            self._sock.settimeout(min(timeout_s, _MAX_WAIT_S))
+            head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
+            self._sock.sendall(head + body)
+            while (event := parser.next_event()) is h11.NEED_DATA:
+                if not (data := self._receive()):
+                    raise ConnectionError("the source closed the connection")
+                parser.receive_data(data)
+                self.heard_s = time.monotonic()
+            if not isinstance(event, h11.Response):
+                raise ConnectionError("the source sent an interim response")
+            self._rest, _ = parser.trailing_data
+            return ResponseHead(event)
+        except OSError as error:
+            raise self._translated(error) from error
+        except h11.ProtocolError as error:
+            raise LinkBroken(reason_of(error), peer=str(self.address)) from None
+
+    def _receive(self) -> bytes:
+        if self._local is None:
+            return self._sock.recv(READ_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        self._descriptors += descriptors
+        return data
+
+    def map_memory(self, offset: int, nbytes: int) -> None:
+        """Let `read_into` take the next bytes from the memory whose descriptor came with the response.
+
+        Raises OSError if that is not possible.
+        """
+        if not self._descriptors:
+            raise OSError("the source sent no descriptor of its memory")
+        found = os.fstat(self._descriptors[0])
+        file = found.st_dev, found.st_ino
+        if self._memory is None or self._memory[1] != file:
+            self._memory = map_received(self._descriptors[0]), file
+        self._forget_descriptors()
+        mapping, _ = self._memory
+        if offset + nbytes > mapping.nbytes:
+            raise OSError(f"the source's memory has {mapping.nbytes} bytes, not {offset + nbytes}")
+        self._next_address = mapping.address + offset
+
+    def _forget_descriptors(self) -> None:
+        close_all(self._descriptors)
+        self._descriptors = []
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill a buffer with the next bytes of a body, or of the memory that `map_memory` chose."""
+        if self._next_address:
+            # ctypes releases the interpreter lock meanwhile.
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(view)), self._next_address, len(view))
+            self._next_address += len(view)
+            self.heard_s = time.monotonic()
+            return
+        ready = min(len(view), len(self._rest))
+        view[:ready] = self._rest[:ready]
+        self._rest = self._rest[ready:]
+        try:
+            while ready < len(view):
+                received = self._sock.recv_into(view[ready:])
+                if not received:
+                    raise ConnectionError("the source closed the connection before the end of its response")
+                self.heard_s = time.monotonic()
+                ready += received
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes of a body. The caller limits how many."""
+        body = bytearray(nbytes)
+        self.read_into(memoryview(body))
+        return bytes(body)
+
+    def shut_down(self) -> None:
+        """End the connection. The thread that waits for it gets an error."""
+        with self._lock:
+            self._is_shut_down = True
+            # close() then resets it. Otherwise a server that waits to send may not notice for a minute.
+            with suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sockets.shut_down(self._sock)
+
+    def close(self) -> None:
+        """Close the socket. Only the thread that uses the connection does that."""
+        self._forget_descriptors()
+        self._memory = None
+        with self._lock:
+            self._sock.close()
+
+    def close_inherited(self) -> None:
+        """Close the descriptors in a forked child. The server does not notice."""
+        self._forget_descriptors()
+        sockets.close_descriptor(self._sock)
+
+    def _translated(self, error: Exception) -> LinkBroken | LinkTimeout:
+        peer = str(self.address)
+        if isinstance(error, TimeoutError):
+            return LinkTimeout("the source did not answer in time", peer=peer)
+        if self._is_shut_down:
+            return LinkBroken("the source was too slow, so the connection was closed", peer=peer)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return LinkBroken(reason or type(error).__name__, peer=peer)

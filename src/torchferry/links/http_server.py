@@ -1,0 +1,373 @@
+"""An HTTP/1.1 server over TCP, and over a Unix socket for processes of the same user on this machine.
+
+Bodies are sent from the handler's memory without a copy. Over the Unix socket, a response may have the
+descriptor of shared memory instead.
+
+One thread watches all guests: connections that have not sent a valid token yet. A guest is closed if it does
+not send a request in time. A connection with the token gets a thread of its own.
+"""
+
+import atexit
+import hmac
+import logging
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+import h11
+
+from torchferry.errors import FerryError
+from torchferry.links import sockets
+from torchferry.links.forks import close_after_fork
+from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, reason_of
+from torchferry.links.shared_memory import SharedBlock
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 64 << 10
+"""The longest body of a request. Receivers send a few hundred bytes."""
+
+GUEST_S = 10.0
+"""How long a connection may take to send its first request."""
+MAX_GUESTS = 512
+"""The most connections without a token. The oldest is closed for the next."""
+
+IDLE_S = 600.0
+"""How long a connection with the token may wait before its next request."""
+SEND_S = 60.0
+"""How long a connection with the token may take no bytes, or take to send the rest of a request."""
+MAX_CONNECTIONS = 1024
+"""The most connections with the token."""
+LAST_ANSWERS_S = 0.5
+"""How long a server that is closed may take to finish the answers that it began."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request with the right token. `connection` is the same number for all requests of a connection.
+
+    If it is `local`, it came over the Unix socket.
+    """
+
+    method: str
+    path: str
+    body: bytes
+    connection: int
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
+
+    If `buffers` yields less, the connection is closed. The descriptor of `memory` is sent with the head, to a
+    client that is local.
+    """
+
+    status: int
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    nbytes: int = 0
+    buffers: Generator[memoryview, None, None] | None = None
+    memory: SharedBlock | None = None
+
+
+class Handler(Protocol):
+    """What a server serves. Several threads call it at the same time."""
+
+    def answer(self, request: Request) -> Response:
+        """Answer a request."""
+
+    def disconnected(self, connection: int) -> None:
+        """Note that a connection with the token was closed."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A connection to the server, with the parser of its requests. One thread at a time uses it."""
+
+    number: int
+    sock: socket.socket
+    peer: str
+    since_s: float
+    handshaking: bool
+    is_answering: bool = True
+    is_sending: bool = False  # parts of a body, which the handler reads meanwhile
+    parser: h11.Connection = field(
+        default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+    )
+
+    def next_event(self) -> Any:
+        """Read until the parser has an event; a closed connection is an event too."""
+        while (event := self.parser.next_event()) is h11.NEED_DATA:
+            self.parser.receive_data(self.sock.recv(READ_BYTES))
+        return event
+
+    def read_body(self) -> bytes:
+        body = bytearray()
+        while isinstance(event := self.next_event(), h11.Data):
+            body += event.data
+            if len(body) > MAX_REQUEST_BYTES:
+                raise h11.RemoteProtocolError("the body of a request is too long")
+        return bytes(body)
+
+    def respond(self, response: Response, *, last: bool = False) -> None:
+        nbytes = response.nbytes or len(response.body)
+        # HTTP forbids the length of a response that never has a body.
+        headers = [*response.headers]
+        headers += [("Content-Length", str(nbytes))] if response.status != 204 else []
+        headers += [("Connection", "close")] if last else []
+        head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
+        data = (head or b"") + response.body
+        if response.memory is not None:
+            # A few hundred bytes are always sent as a whole.
+            socket.send_fds(self.sock, [data], [response.memory.descriptor])
+        else:
+            self.sock.sendall(data)
+        if response.body:
+            self.parser.send_with_data_passthrough(h11.Data(data=response.body))
+        if response.buffers is not None:
+            self.is_sending = True
+            with closing(response.buffers) as buffers:
+                for buffer in buffers:
+                    self.sock.sendall(buffer)
+                    self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
+            self.is_sending = False
+        self.parser.send(h11.EndOfMessage())
+
+
+class HttpServer:
+    """Serves a handler until it is closed. Its threads are daemons, so they never delay the end of Python.
+
+    It listens at `listeners`, of which those of the Unix family are local: they take no TLS, and only
+    connections of the same user.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        token: str,
+        handler: Handler,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._listeners = listeners
+        self._token = f"Bearer {token}".encode()
+        self._handler = handler
+        self._tls = tls
+        self._numbers = count(1)
+        self._lock = threading.Condition()
+        self._guests: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
+        self._admitted: dict[int, _Connection] = {}
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        close_after_fork(self)
+        _servers.add(self)
+        self._watcher = threading.Thread(target=self._watch, name="torchferry-http", daemon=True)
+        self._watcher.start()
+
+    def stop_listening(self) -> None:
+        """Accept no more connections."""
+        with self._lock:
+            if not self._is_closed:
+                # In this order: the thread closes the sockets as soon as it sees the flag.
+                self._waker.send(b"\0")
+                self._is_closed = True
+        self._watcher.join()
+
+    def disconnect(self, connection: int) -> None:
+        """Shut one connection down. Its thread notices, and closes it."""
+        with self._lock:
+            found = self._admitted.get(connection)
+            if found is not None:
+                sockets.shut_down(found.sock)
+
+    def close(self, finish_s: float = LAST_ANSWERS_S) -> None:
+        """Accept no more connections, finish the answers that were begun, and shut down all."""
+        self.stop_listening()
+        with self._lock:
+            connections = self._admitted.values()
+            # A receiver that confirmed gets its answer, even if the source is closed at once.
+            self._lock.wait_for(lambda: not any(each.is_answering for each in connections), finish_s)
+            for connection in connections:
+                sockets.shut_down(connection.sock)
+            # Nothing of the state is read any more.
+            self._lock.wait_for(lambda: not any(each.is_sending for each in connections), LAST_ANSWERS_S)
+
+    def close_inherited(self) -> None:
+        """Close the sockets in a forked child, which has none of the threads. Locks may never be released."""
+        for connection in (*self._guests.values(), *self._admitted.values()):
+            sockets.close_descriptor(connection.sock)
+        for sock in (*self._listeners, self._waker, self._woken):
+            sockets.close_descriptor(sock)
+        with suppress(OSError):
+            self._selector.close()
+        # So that the child may close its copy of the server.
+        self._is_closed, self._lock, self._admitted = True, threading.Condition(), {}
+
+    # Guests: the watching thread.
+
+    def _watch(self) -> None:
+        """Accept connections, and admit those whose first request has the token."""
+        try:
+            while not self._is_closed:
+                for key, _ in self._selector.select(self._expire()):
+                    try:
+                        if key.data is not None:
+                            self._advance(key.data)
+                        elif key.fileobj is not self._woken:
+                            self._accept(key.fileobj)  # type: ignore[arg-type]
+                    except (RuntimeError, MemoryError) as error:
+                        # There is no memory for a thread or a buffer. Later there may be.
+                        logger.warning("a connection is closed, because it can't be served: %s", error)
+                        if key.data is not None:
+                            self._dismiss(key.data)
+        finally:
+            for guest in list(self._guests.values()):
+                self._dismiss(guest)
+            for sock in (*self._listeners, self._waker, self._woken):
+                sock.close()
+            self._selector.close()
+
+    def _expire(self) -> float | None:
+        """Close guests that took too long; return when to look again."""
+        now_s = time.monotonic()
+        for guest in list(self._guests.values()):
+            if now_s < guest.since_s + GUEST_S:
+                return guest.since_s + GUEST_S - now_s
+            self._dismiss(guest)
+        return None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, peer = listener.accept()
+        except OSError:
+            # The peer has disconnected already, or the process has no file descriptor left.
+            if self._guests:
+                self._dismiss(next(iter(self._guests.values())))
+            else:
+                time.sleep(0.01)
+            return
+        if len(self._guests) >= MAX_GUESTS:
+            self._dismiss(next(iter(self._guests.values())))
+        sock.setblocking(False)
+        sockets.prepare(sock)
+        local = sock.family == socket.AF_UNIX
+        if local and sockets.user_of(sock) != os.geteuid():
+            sock.close()
+            return
+        if self._tls is not None and not local:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError:
+                sock.close()
+                return
+        where = "a local process" if local else f"{peer[0]} port {peer[1]}"
+        handshaking = isinstance(sock, ssl.SSLSocket)
+        guest = _Connection(next(self._numbers), sock, where, time.monotonic(), handshaking)
+        self._guests[guest.number] = guest
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+
+    def _advance(self, guest: _Connection) -> None:
+        """Read what a guest has sent. Admit or dismiss it when its first request is known."""
+        try:
+            if guest.handshaking:
+                guest.sock.do_handshake()  # type: ignore[attr-defined]
+                guest.handshaking = False
+            event = guest.next_event()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except (OSError, h11.RemoteProtocolError) as error:
+            logger.debug("%s sent no valid request: %s", guest.peer, reason_of(error))
+            event = None
+        if not isinstance(event, h11.Request):
+            self._dismiss(guest)
+            return
+        is_authorized = self._is_authorized(event)
+        if not is_authorized or len(self._admitted) >= MAX_CONNECTIONS:
+            with suppress(OSError, h11.LocalProtocolError):
+                guest.respond(Response(503) if is_authorized else _UNAUTHORIZED, last=True)
+            self._dismiss(guest)
+            return
+        self._selector.unregister(guest.sock)
+        del self._guests[guest.number]
+        with self._lock:
+            self._admitted[guest.number] = guest
+        name = f"torchferry-http-{guest.number}"
+        threading.Thread(target=self._serve, args=(guest, event), name=name, daemon=True).start()
+
+    def _dismiss(self, guest: _Connection) -> None:
+        """Close the connection of a guest, or of one that was admitted and could not get a thread."""
+        with self._lock:
+            self._admitted.pop(guest.number, None)
+        with suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(guest.sock)
+        self._guests.pop(guest.number, None)
+        guest.sock.close()
+
+    def _is_authorized(self, request: h11.Request) -> bool:
+        given = [value for name, value in request.headers if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._token)
+
+    # Connections with the token: a thread each.
+
+    def _serve(self, connection: _Connection, request: Any) -> None:
+        """Answer the requests of one connection until it is closed."""
+        try:
+            while isinstance(request, h11.Request):
+                connection.sock.settimeout(SEND_S)
+                if not self._is_authorized(request):
+                    connection.respond(_UNAUTHORIZED, last=True)
+                    return
+                body = connection.read_body()
+                method = request.method.decode("ascii", "replace")
+                path = request.target.decode("ascii", "replace")
+                local = connection.sock.family == socket.AF_UNIX
+                asked = Request(method, path, body, connection.number, local)
+                # A response to HEAD has no body, so it can't have a reason.
+                connection.respond(Response(400) if method == "HEAD" else self._handler.answer(asked))
+                connection.parser.start_next_cycle()
+                connection.sock.settimeout(IDLE_S)
+                with self._lock:
+                    connection.is_answering = False
+                    self._lock.notify_all()
+                request = connection.next_event()
+                connection.is_answering = True
+        except (OSError, h11.ProtocolError) as error:
+            # The client is gone, too slow, or does not speak HTTP.
+            logger.debug("the connection of %s ended: %s", connection.peer, reason_of(error))
+        except FerryError as error:
+            logger.warning("answering %s failed: %s", connection.peer, error)
+        except Exception:
+            logger.warning("answering %s failed", connection.peer, exc_info=True)
+        finally:
+            with self._lock:
+                self._admitted.pop(connection.number, None)
+                self._lock.notify_all()
+                connection.sock.close()
+            self._handler.disconnected(connection.number)
+
+
+_UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))
+
+_servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_servers() -> None:
+    """End threads that read a state: torch aborts the process if it ends while a thread uses torch."""
+    for server in list(_servers):
+        server.close(finish_s=0.0)

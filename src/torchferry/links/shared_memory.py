@@ -1,0 +1,90 @@
+"""Memory that processes of one machine share: anonymous files, passed as descriptors over Unix sockets.
+
+Such a file has no name that could be left behind. It disappears with its last descriptor and mapping. It is
+sealed: it can't shrink under a reader, and only the process that created it can write.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from contextlib import suppress
+
+import torch
+
+from torchferry.links.forks import close_after_fork
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4 | 0x10  # no more seals, no shrinking, no growing, no new writers
+_MADV_DONTFORK = 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """A file in the memory of this process, from `address` on, as long as this object exists.
+
+    Forked children do not inherit it. Python's own `mmap` keeps a descriptor, which they would inherit.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool = False) -> None:
+        """Raise OSError if there is no room for it."""
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, nbytes, access, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        _libc.madvise(address, nbytes, _MADV_DONTFORK)
+        self.address: int = address
+        self.nbytes = nbytes
+        weakref.finalize(self, _unmap, address, nbytes, os.getpid()).atexit = False
+
+
+def _unmap(address: int, nbytes: int, process: int) -> None:
+    # A forked child may have something else at this address.
+    if os.getpid() == process:
+        _libc.munmap(address, nbytes)
+
+
+class SharedBlock:
+    """Memory of this process that others may map. `tensor` views it as bytes, and keeps it mapped.
+
+    The file is open as long as this object exists. Raises OSError if there is not enough memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("torchferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._close.atexit = False
+        # Without this, a lack of memory would end the process when it first writes.
+        os.posix_fallocate(self.descriptor, 0, nbytes)
+        mapping = Mapping(self.descriptor, nbytes, writable=True)
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEALS)
+        block = (ctypes.c_uint8 * nbytes).from_address(mapping.address)
+        block.mapping = mapping  # type: ignore[attr-defined]
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(block, dtype=torch.uint8)
+        close_after_fork(self)
+
+    def close_inherited(self) -> None:
+        """Close the descriptor in a forked child."""
+        self._close()
+
+
+def map_received(descriptor: int) -> Mapping:
+    """Map a file that a peer sent, for reading; raises OSError if that fails or it is not sealed."""
+    if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("the source's memory is not sealed, so it could disappear while it is read")
+    return Mapping(descriptor, os.fstat(descriptor).st_size)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close descriptors that a peer sent."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,63 @@
+"""Options and ends of sockets, and Unix sockets between processes of one user on one machine."""
+
+import os
+import socket
+import struct
+from contextlib import suppress
+
+_UCRED = struct.Struct("3i")  # process, user, group
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set the options of a connection: send at once, notice a dead peer, and do not pace."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # BBR, the default of some machines, paces loopback at half its speed.
+    with suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+def listen_locally(name: str) -> socket.socket:
+    """Listen on an abstract Unix socket, which leaves no file behind; raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_abstract(name))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _abstract(name: str) -> str:
+    return f"\0torchferry-{name}"
+
+
+def connect_locally(sock: socket.socket, name: str) -> None:
+    """Connect a Unix socket to a listener of the same user; raises OSError, which says why that failed."""
+    try:
+        sock.connect(_abstract(name))
+    except ConnectionRefusedError:
+        raise ConnectionError("the source is on another host or in another network namespace") from None
+    if user_of(sock) != os.geteuid():
+        raise ConnectionError(f"the source runs as user {user_of(sock)}, this process as {os.geteuid()}")
+
+
+def user_of(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    _, user, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(user)
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection that another thread uses. That thread closes it, so its descriptor is not reused."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def close_descriptor(sock: socket.socket) -> None:
+    """Close an inherited socket in a forked child. The peer does not notice."""
+    with suppress(OSError):
+        os.close(sock.detach())
