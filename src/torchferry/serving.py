@@ -79,7 +79,8 @@ class Source:
         if advertise is not None:
             parse_host(arguments.check_str(advertise, "advertise"), port)
         listener = listen(host, port)
-        named = parse_host(advertise or reachable_host(listener), listener.getsockname()[1])
+        own_port = listener.getsockname()[1]
+        named = parse_host(advertise or reachable_host(listener), own_port)
         self._address = Address(*named, token, tls is not None)
         self._workspace = Workspace(CPU)
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Source:
             name = secrets.token_hex(16)
             listeners.append(listen_locally(name))
             local_name = name
-        self._server = HttpServer(listeners, token, PullHandler(self._shelf, local_name), tls)
+        self._server = HttpServer(listeners, token, PullHandler(self._shelf, own_port, local_name), tls)
         close_after_fork(self)
 
     @property

@@ -388,11 +388,11 @@ def test_a_publish_that_waits_for_another_one_obeys_its_own_timeout() -> None:
 def test_withdraw_and_close_free_the_memory_of_snapshots() -> None:
     with serve(filled(1), version=1) as source:
         source.publish(filled(2), version=2)
-        block = weakref.ref(source._shelf._leases.current["state"].block)
+        block = weakref.ref(source._shelf._leases.current["state"].block[0])  # type: ignore[index]
         source.withdraw()
         assert block() is None
         source.publish(filled(2), version=2)
-        block = weakref.ref(source._shelf._leases.current["state"].block)
+        block = weakref.ref(source._shelf._leases.current["state"].block[0])  # type: ignore[index]
     assert block() is None
 
 

@@ -26,7 +26,7 @@ def test_a_receiver_that_was_stopped_past_its_deadline_leaves_no_thread_in_the_s
     source, receiver = solos.get("source-0"), solos.get("receiver")
     address = source.run(serve_state, LAYER_BYTES)
     baseline = source.run(Resources.now)
-    receiver.start(partial(fetch_into, [address], LAYER_BYTES, timeout=TIMEOUT_S))
+    receiver.start(partial(fetch_into, [address], LAYER_BYTES, via="tcp", timeout=TIMEOUT_S))
     wait_until(lambda: source.run(bytes_sent) > 0, "the source has sent nothing")
     receiver.signal(signal.SIGSTOP)
     wait_until_stopped(receiver.pid)

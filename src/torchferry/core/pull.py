@@ -69,8 +69,9 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
 
     Versions of equal `root` hold equal states. If `layout` is equal too, their chunks are interchangeable.
     `snapshot` says that the state was copied, so that it can't change. `memory` names the Unix socket for
-    receivers on the same machine, which may read chunks from the source's memory. `metadata` is the digest of
-    all that the receiver relies on: see `metadata_digest`.
+    receivers on the same machine, which may read chunks from the source's memory. `port` is where the source
+    listens: a receiver that connected to another port has a proxy in between, and bytes go through that.
+    `metadata` is the digest of all that the receiver relies on: see `metadata_digest`.
     """
 
     lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -84,6 +85,7 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     chunks: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
     snapshot: bool = False
     memory: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
 class InMemory(Struct, frozen=True, forbid_unknown_fields=True):

@@ -103,6 +103,8 @@ class RemoteSource:
             try:
                 if self.grant.memory is None:
                     raise MemoryUnusable("the source does not offer its memory")
+                if self._via is None and self.grant.port != self.address.port:
+                    raise MemoryUnusable(f"a proxy is in between: the source's own port is {self.grant.port}")
                 wait_s = max(timeout_s, _MIN_WAIT_S)
                 found = HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
                 self.report.via = "memory"

@@ -35,8 +35,9 @@ class PullHandler:
     `local_name` is the name of the Unix socket for receivers on the same machine; None if there is none.
     """
 
-    def __init__(self, shelf: Shelf, local_name: str | None) -> None:
+    def __init__(self, shelf: Shelf, port: int, local_name: str | None) -> None:
         self._shelf = shelf
+        self._port = port
         self._local_name = local_name
         self._buffers: dict[int, SharedBlock] = {}  # by connection
         self._lock = threading.Lock()
@@ -101,6 +102,7 @@ class PullHandler:
             chunks=len(published.plan.chunks),
             snapshot=published.is_copy,
             memory=self._local_name,
+            port=self._port,
         )
         return Response(pull.GRANTED, msgpack.encode(grant))
 
@@ -131,9 +133,12 @@ class PullHandler:
             if shared is None:
                 return None
             start = 0
-            for data in self._shelf.read(lease, first, end):
-                view(shared.tensor[start : start + len(data)])[:] = data
-                start += len(data)
+            try:
+                for data in self._shelf.read(lease, first, end):
+                    view(shared.tensor[start : start + len(data)])[:] = data
+                    start += len(data)
+            except StateError:
+                return _changed(lease.held.changed_paths())
             if start < lease.held.size(first, end):
                 raise LinkBroken("the lease ended while chunks were copied")
         return Response(pull.IN_MEMORY, msgpack.encode(pull.InMemory(offset)), memory=shared)
