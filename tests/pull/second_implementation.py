@@ -60,8 +60,7 @@ class Receiver:
     def _plan(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yield the pieces of each chunk: (tensor, offset, size). Every tensor is one extent, or empty."""
         chunk_bytes, pack_bytes = self._grant["chunk_bytes"], self._grant["pack_bytes"]
-        order = sorted(range(len(self._tensors)), key=lambda n: tuple(self._tensors[n][4:6]))
-        extents = [(n, self._tensors[n][5], len(self._bytes_of(n))) for n in order]
+        extents = [(n, spec[5], len(self._bytes_of(n))) for n, spec in enumerate(self._tensors)]
         packed: list[list[tuple[int, int, int]]] = [[]]
         for extent in (each for each in extents if 0 < each[2] < pack_bytes):
             if sum(size for *_, size in [*packed[-1], extent]) > max(min(1 << 20, chunk_bytes), pack_bytes):
@@ -70,7 +69,7 @@ class Receiver:
         yield from filter(None, packed)
         step = chunk_bytes // 16 * 16
         for tensor, start, size in (each for each in extents if each[2] >= max(pack_bytes, 1)):
-            cuts = range(start // 16 * 16 + step, start + size, step) if size > chunk_bytes else ()
+            cuts = range(start + step, start + size, step) if size > chunk_bytes else ()
             for begin, end in pairwise([start, *cuts, start + size]):
                 yield [(tensor, begin, end - begin)]
 
