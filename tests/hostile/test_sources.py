@@ -201,13 +201,12 @@ def lying(
     manifest: bytes, digests: bytes, payload: bytes = b"", seed: int | None = None, **numbers: Any
 ) -> Iterator[Server]:
     """Run a source whose grant fits its manifest and digests, except for `numbers`, and mutated by a seed."""
-    version, root, layout = numbers.pop("version", 7), "2" * 32, "3" * 16
+    version, root = numbers.pop("version", 7), "2" * 32
     grant = {
         "lease": "1" * 32,
         "version": version,
         "root": root,
-        "layout": layout,
-        "metadata": metadata_digest(manifest, digests, version, root, layout),
+        "metadata": metadata_digest(manifest, digests, version, root),
         "payload_bytes": len(payload),
         "chunk_bytes": CHUNK_BYTES,
         "pack_bytes": 0,

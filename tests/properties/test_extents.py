@@ -26,6 +26,7 @@ from torchferry.core.extents import (
     overlaps_itself,
     split,
     split_into_boxes,
+    uses_of,
 )
 from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import MAX_CHUNK_BYTES, make_plan
@@ -96,8 +97,9 @@ def test_every_used_byte_is_in_exactly_one_extent_and_no_other_byte_in_any(tenso
 def test_chunks_cover_an_extent_in_order_and_divide_no_item(
     tensors: list[TensorSpec], max_bytes: int
 ) -> None:
-    for extent in extents_of(tensors):
-        pieces = list(split(extent, max_bytes))
+    for use in uses_of(tensors):
+        extent = use.extent
+        pieces = list(split(extent, max_bytes, use.item_bytes))
         note(f"{extent} in {pieces}")
         assert [byte for piece in pieces for byte in bytes_of(piece)] == bytes_of(extent)
         assert all(0 < piece.nbytes <= max_bytes for piece in pieces)

@@ -32,12 +32,13 @@ class Receiver:
         self._grant = grant = msgpack.decode(self._ask("POST", "/v1/leases", 201, request))
         lease = f"/v1/leases/{grant['lease']}"
         manifest, digests = (self._ask("GET", f"{lease}/{what}", 200) for what in ("manifest", "digests"))
-        grant_text = " ".join(str(grant[field]) for field in ("version", "root", "layout"))
+        grant_text = " ".join(str(grant[field]) for field in ("version", "root"))
         assert xxh3_64_hexdigest(manifest + digests + grant_text.encode()) == grant["metadata"]
         announced = struct.unpack(f"<{len(digests) // 8}Q", digests)
         root, self._branches, self._leaves, self._tensors, sizes = msgpack.decode(manifest)
         self._storages = [bytearray(size) for size in sizes]
-        self._pieces: dict[int, list[int]] = {n: [] for n in range(len(self._tensors))}
+        self._positions: dict[int, int] = {}
+        position = 0
         chunks = list(self._plan())
         assert len(chunks) == len(announced) == grant["chunks"]
         for first in range(0, len(chunks), at_once):
@@ -48,20 +49,20 @@ class Receiver:
                 assert xxh3_64_intdigest(data[:nbytes]) == announced[number]
                 for tensor, offset, size in chunks[number]:
                     self._storages[self._tensors[tensor][4]][offset : offset + size] = data[:size]
-                    self._pieces[tensor].append(xxh3_64_intdigest(data[:size]))
+                    self._positions.setdefault(tensor, position)
+                    position += size
                     data = data[size:]
             assert not data
         self._nodes: list[bytes] = []
         state = self._build(root, [])
-        assert xxh3_128_hexdigest(b"".join(self._nodes)) == grant["root"]
+        assert xxh3_128_hexdigest(b"".join([*self._nodes, xxh3_128_digest(digests)])) == grant["root"]
         self._ask("POST", f"{lease}/result", 204, msgpack.encode({"outcome": "confirmed"}))
         return state, grant["version"]
 
     def _plan(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yield the pieces of each chunk: (tensor, offset, size). Every tensor is one extent, or empty."""
         chunk_bytes, pack_bytes = self._grant["chunk_bytes"], self._grant["pack_bytes"]
-        order = sorted(range(len(self._tensors)), key=lambda n: tuple(self._tensors[n][4:6]))
-        extents = [(n, self._tensors[n][5], len(self._bytes_of(n))) for n in order]
+        extents = [(n, spec[5], len(self._bytes_of(n))) for n, spec in enumerate(self._tensors)]
         packed: list[list[tuple[int, int, int]]] = [[]]
         for extent in (each for each in extents if 0 < each[2] < pack_bytes):
             if sum(size for *_, size in [*packed[-1], extent]) > max(min(1 << 20, chunk_bytes), pack_bytes):
@@ -70,7 +71,7 @@ class Receiver:
         yield from filter(None, packed)
         step = chunk_bytes // 16 * 16
         for tensor, start, size in (each for each in extents if each[2] >= max(pack_bytes, 1)):
-            cuts = range(start // 16 * 16 + step, start + size, step) if size > chunk_bytes else ()
+            cuts = range(start + step, start + size, step) if size > chunk_bytes else ()
             for begin, end in pairwise([start, *cuts, start + size]):
                 yield [(tensor, begin, end - begin)]
 
@@ -93,7 +94,6 @@ class Receiver:
         return traits if kind == "value" else (*described[0][:2], self._bytes_of(parts[0]))
 
     def _describe(self, tensor: int) -> list[Any]:
-        (dtype, _, shape, stride, *_, conj, neg), found = self._tensors[tensor], self._pieces[tensor]
-        if len(found) > 1:
-            found = [xxh3_64_intdigest(struct.pack(f"<{len(found)}Q", *found))]
-        return [dtype, shape, stride, conj, neg, [[0, digest] for digest in found]]
+        dtype, _, shape, stride, *_, conj, neg = self._tensors[tensor]
+        extents = [[0, self._positions[tensor]]] if tensor in self._positions else []
+        return [dtype, shape, stride, conj, neg, extents]

@@ -35,8 +35,8 @@ def make_state() -> dict[str, Any]:
             "scalar": torch.tensor(7),
             "empty": torch.empty(0, 5),
         },
-        # Two tensors of one storage that touch: the second is cut at multiples of 16 in that storage.
-        "flat": [flat[:3], flat[3:]],
+        # Two tensors of one storage that touch, the second at the lower address.
+        "flat": [flat[3:], flat[:3]],
         "packed": [random(n + 1) for n in range(300)] + [random(30_000) for _ in range(20)],
         "groups": [{"lr": 0.1, "betas": [0.9, 0.999]}, {}, []],
         "step": 41,

@@ -112,6 +112,21 @@ def test_all_sources_of_an_equal_state_deliver_chunks(proxies: list[Proxy], rece
     assert report_of(result).confirmed
 
 
+def test_a_source_of_views_of_one_buffer_and_one_of_their_clones_deliver_chunks(
+    receiver: Solo, solos: Solos
+) -> None:
+    addresses = [
+        solos.get(f"source-{n}").run(partial(serve_state, LAYER_BYTES, flat=is_flat))
+        for n, is_flat in enumerate([True, False])
+    ]
+    for listed in (addresses, addresses[::-1]):
+        with Proxy(listed[0]) as first, Proxy(listed[1]) as second:
+            result = fetched(receiver, [first, second])
+            reports = by_source(result, [first, second])
+        assert all(report.chunks > 0 and not report.failures for report in reports)
+        assert sum(report.bytes for report in reports) == TOTAL_BYTES
+
+
 def test_a_faster_source_delivers_more(proxies: list[Proxy], receiver: Solo) -> None:
     proxies[0].rate = 10 * MIB
     slow, fast = by_source(fetched(receiver, proxies), proxies)

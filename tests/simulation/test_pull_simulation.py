@@ -212,10 +212,6 @@ def sources_of_other_roots_are_mixed_in(monkeypatch: pytest.MonkeyPatch) -> None
     without("another state", monkeypatch)
 
 
-def sources_of_other_layouts_are_mixed_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    without("another way", monkeypatch)
-
-
 def no_source_is_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not_mixed(grant: Any, chosen: Any) -> str:
         return "" if grant is chosen else "it is another source"
@@ -252,7 +248,6 @@ MUTATIONS: list[Mutate] = [
     the_last_of_equal_versions_is_chosen,
     sources_of_other_versions_are_mixed_in,
     sources_of_other_roots_are_mixed_in,
-    sources_of_other_layouts_are_mixed_in,
     no_source_is_like_another,
     a_fetch_does_not_compare,
 ]

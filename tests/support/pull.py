@@ -37,6 +37,18 @@ def new_state(layer_bytes: int, seed: int = 0) -> State:
     }
 
 
+def in_one_buffer(state: State) -> State:
+    """Return an equal state of views of one buffer, the last one first, at odd offsets."""
+    layers = state["model"]
+    flat = torch.empty(sum(tensor.numel() + 5 for tensor in layers.values()), dtype=torch.int32)
+    views: dict[str, torch.Tensor] = {}
+    end = flat.numel()
+    for name, tensor in layers.items():
+        end -= tensor.numel() + (5 if len(views) % 2 else 1)
+        views[name] = flat[end : end + tensor.numel()].copy_(tensor)
+    return {"model": views}
+
+
 def old_state(layer_bytes: int) -> State:
     """Return what a receiver has before it fetches."""
     return {
@@ -65,10 +77,13 @@ def contents_by_path(state: State, layer_bytes: int, seed: int = 0) -> dict[str,
 _sources: list[Source] = []
 
 
-def serve_state(layer_bytes: int, version: int = 7, seed: int = 0, token: str | None = None) -> str:
+def serve_state(
+    layer_bytes: int, version: int = 7, seed: int = 0, token: str | None = None, *, flat: bool = False
+) -> str:
     """Serve a state instead of any that was served before, and return the address."""
     close_source()
-    _sources.append(torchferry.serve(new_state(layer_bytes, seed), version, token=token))
+    state = new_state(layer_bytes, seed)
+    _sources.append(torchferry.serve(in_one_buffer(state) if flat else state, version, token=token))
     return _sources[-1].address
 
 

@@ -61,7 +61,7 @@ class Reader:
         (length,) = struct.unpack("<q", self._read(0x54460000))
         data = self._read(0x54460001)
         assert len(data) == length
-        assert data[:5] == b"TFRY\x07"
+        assert data[:5] == b"TFRY\x08"
         assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
         body = msgspec.msgpack.decode(data[13:])
         defaults = [None, None, None, 0, b"", None, False, 0, 0, None]
@@ -227,11 +227,21 @@ Extent = tuple[int, int, tuple[tuple[int, int], ...]]
 """offset, run, ((count, step), …) with the widest step first; as the page describes extents."""
 
 
+Origin = tuple[int, int]
+"""The number and the item size of a tensor that an extent was merged from."""
+
+Merged = tuple[Extent, list[Origin]]
+
+
 class PagePlan:
     """The extents and chunks of one storage, computed as the page says."""
 
     def __init__(self, tensors: list[TensorSpec], chunk_bytes: int, pack_bytes: int) -> None:
-        extents = self.merge([extent for spec in tensors for extent in self.runs_of(spec)])
+        used = [
+            (extent, (n, spec.itemsize)) for n, spec in enumerate(tensors) for extent in self.runs_of(spec)
+        ]
+        merged = sorted(self.merge(used), key=lambda each: (min(each[1])[0], each[0][0]))
+        extents = [extent for extent, _ in merged]
         limit = max(min(1 << 20, chunk_bytes), pack_bytes)
         packed: list[list[Extent]] = []
         for extent in extents:
@@ -239,8 +249,11 @@ class PagePlan:
                 if not packed or sum(map(self.nbytes, packed[-1])) + self.nbytes(extent) > limit:
                     packed.append([])
                 packed[-1].append(extent)
-        large = [extent for extent in extents if self.nbytes(extent) >= pack_bytes]
-        self.chunks = packed + [[piece] for extent in large for piece in self.split(extent, chunk_bytes)]
+        self.chunks = packed
+        for extent, origins in merged:
+            if self.nbytes(extent) >= pack_bytes:
+                item_bytes = max(size for _, size in origins)
+                self.chunks += [[piece] for piece in self.split(extent, chunk_bytes, item_bytes)]
 
     def nbytes(self, extent: Extent) -> int:
         return sum(end - start for start, end in self.listed(extent))
@@ -292,19 +305,23 @@ class PagePlan:
             span += (count - 1) * step
         return [(spec.offset, run, tuple(repeats))]
 
-    def merge(self, extents: list[Extent]) -> list[Extent]:
-        groups: list[list[Extent]] = []
+    def merge(self, used: list[tuple[Extent, Origin]]) -> Iterator[Merged]:
+        groups: list[dict[Extent, list[Origin]]] = []
         end = 0
-        for extent in sorted({*extents}, key=lambda each: (each[0], -self.listed(each)[-1][1])):
+        for extent, origin in sorted(used, key=lambda each: (each[0][0], -self.listed(each[0])[-1][1])):
             if not groups or extent[0] >= end:
-                groups.append([])
-            groups[-1].append(extent)
+                groups.append({})
+            groups[-1].setdefault(extent, []).append(origin)
             end = max(end, self.listed(extent)[-1][1])
-        return [extent for group in groups for extent in self.merge_group(group)]
+        for group in groups:
+            for merged, members in self.merge_group(list(group)):
+                yield merged, [origin for each in members for origin in group[each]]
 
-    def merge_group(self, group: list[Extent]) -> list[Extent]:
+    def merge_group(self, group: list[Extent]) -> Iterator[tuple[Extent, list[Extent]]]:
+        """Yield extents, and which of the group each was merged from."""
         if len(group) == 1:
-            return group
+            yield group[0], group
+            return
         runs = self.joined([(o, o + run) for o, run, repeats in group if not repeats], touching=False)
         repeated = [
             each
@@ -312,7 +329,8 @@ class PagePlan:
             if each[2] and not any(s <= each[0] and self.listed(each)[-1][1] <= e for s, e in runs)
         ]
         if not repeated:
-            return [(start, end - start, ()) for start, end in runs]
+            yield from (((start, end - start, ()), group) for start, end in runs)
+            return
         if not runs and len({repeats for _, _, repeats in repeated}) == 1:
             columns = self.joined([(offset, offset + run) for offset, run, _ in repeated], touching=False)
             span, interleaves = columns[-1][1] - columns[0][0], False
@@ -320,17 +338,20 @@ class PagePlan:
                 interleaves |= step < span
                 span += (count - 1) * step
             if not interleaves:
-                return [(start, end - start, repeated[0][2]) for start, end in columns]
+                for start, end in columns:
+                    joined = [each for each in group if start <= each[0] < end]
+                    yield (start, end - start, repeated[0][2]), joined
+                return
         everything = runs + [run for each in repeated for run in self.listed(each)]
-        return list(self.sequences(self.joined(everything, touching=True)))
+        yield from ((each, group) for each in self.sequences(self.joined(everything, touching=True)))
 
-    def split(self, extent: Extent, chunk_bytes: int) -> Iterator[Extent]:
+    def split(self, extent: Extent, chunk_bytes: int, item_bytes: int) -> Iterator[Extent]:
         offset, run, repeats = extent
         if self.nbytes(extent) <= chunk_bytes:
             yield extent
         elif not repeats:
             step = chunk_bytes // 16 * 16
-            cuts = range(offset // 16 * 16 + step, offset + run, step)
+            cuts = range(offset // item_bytes * item_bytes + step, offset + run, step)
             for start, end in zip([offset, *cuts], [*cuts, offset + run], strict=True):
                 yield start, end - start, ()
         else:
@@ -338,7 +359,7 @@ class PagePlan:
             rows = max(chunk_bytes * count // self.nbytes(extent), 1)
             for first in range(0, count, rows):
                 outer = ((min(rows, count - first), step),) if min(rows, count - first) > 1 else ()
-                yield from self.split((offset + first * step, run, outer + inner), chunk_bytes)
+                yield from self.split((offset + first * step, run, outer + inner), chunk_bytes, item_bytes)
 
 
 @st.composite

@@ -3,14 +3,15 @@
 Every used byte is in exactly one extent. An extent is a run of bytes, or equal runs at regular distances,
 such as a column of a matrix. The bytes between the runs are neither sent nor written. Tensors that overlap
 share an extent, so that a shared byte is sent once. Tensors that only touch share one only if they interleave
-irregularly. Both sides compute the same extents from the same manifest.
+irregularly. Both sides compute the same extents from the same manifest. The extent of a tensor that shares no
+memory does not depend on where the tensor lies.
 
 A function that would have to list more than MAX_RUNS runs raises TooIrregular.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
@@ -23,7 +24,7 @@ MAX_RUNS = 1 << 20
 """The limit for irregular patterns, which are listed run by run. A million runs take about a second."""
 
 ITEM_BYTES = 16
-"""The largest item of any dtype. Items are aligned, so a cut at a multiple of 16 bytes splits no item."""
+"""The largest item of any dtype. The sizes of all items divide it."""
 
 Run = tuple[int, int]
 """(start, end) in a storage, in bytes."""
@@ -66,7 +67,17 @@ class Extent(Struct, frozen=True, gc=False):
     @property
     def end(self) -> int:
         """The end of its last run."""
+        if not self.repeats:
+            return self.offset + self.run_bytes
         return self.offset + self.run_bytes + sum((count - 1) * step for count, step in self.repeats)
+
+
+class Use(Struct, frozen=True, gc=False):
+    """An extent, the first of the tensors that it was merged from, and the size of their largest item."""
+
+    extent: Extent
+    tensor: int = 0
+    item_bytes: int = 1
 
 
 class Pattern(Struct, frozen=True, gc=False):
@@ -131,30 +142,42 @@ def overlaps_itself(spec: TensorSpec) -> bool:
 
 def extents_of(tensors: Sequence[TensorSpec]) -> list[Extent]:
     """Return the extents that the tensors use, sorted by storage and offset."""
+    return [use.extent for use in uses_of(tensors)]
+
+
+def uses_of(tensors: Sequence[TensorSpec]) -> list[Use]:
+    """Return the extents that the tensors use, sorted by storage and offset, as a plan needs them."""
     budget = Budget()
-    by_storage: defaultdict[int, list[Extent]] = defaultdict(list)
-    for spec in tensors:
-        by_storage[spec.storage] += footprint(spec, budget)
-    return [extent for storage in sorted(by_storage) for extent in union(by_storage[storage], budget)]
+    by_storage: defaultdict[int, list[Use]] = defaultdict(list)
+    for number, spec in enumerate(tensors):
+        for extent in footprint(spec, budget):
+            by_storage[spec.storage].append(Use(extent, number, spec.itemsize))
+    return [use for storage in sorted(by_storage) for use in _unite(by_storage[storage], budget)]
 
 
 def union(extents: Collection[Extent], budget: Budget | None = None) -> list[Extent]:
     """Merge extents of one storage so that every byte is in exactly one of them."""
-    if len(extents) <= 1:
-        return list(extents)
-    budget = budget or Budget()
-    merged: list[Extent] = []
-    overlapping: list[Extent] = []
+    return [use.extent for use in _unite([Use(extent) for extent in extents], budget or Budget())]
+
+
+def _unite(uses: list[Use], budget: Budget) -> list[Use]:
+    if len(uses) <= 1:
+        return uses
+    united: list[Use] = []
+    overlapping: list[Use] = []
     end = 0
-    # Equal extents are dropped by sorting, not by a set: a peer can choose extents whose hashes collide.
-    ordered = sorted(extents, key=lambda each: (each.offset, -each.end, each.run_bytes, each.repeats))
-    for extent, _ in groupby(ordered):
-        if extent.offset >= end:
-            merged += _merge(overlapping, budget)
+    for use in sorted(uses, key=_address_order):
+        if use.extent.offset >= end:
+            united += _merge(overlapping, budget)
             overlapping = []
-        overlapping.append(extent)
-        end = max(end, extent.end)
-    return merged + _merge(overlapping, budget)
+        overlapping.append(use)
+        end = max(end, use.extent.end)
+    return united + _merge(overlapping, budget)
+
+
+def _address_order(use: Use) -> tuple[int, int, int, Repeats]:
+    extent = use.extent
+    return extent.offset, -extent.end, extent.run_bytes, extent.repeats
 
 
 def are_disjoint(extents: Sequence[Extent], budget: Budget | None = None) -> bool:
@@ -163,12 +186,18 @@ def are_disjoint(extents: Sequence[Extent], budget: Budget | None = None) -> boo
     return used_bytes == sum(extent.nbytes for extent in extents)
 
 
-def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
+def split(extent: Extent, max_bytes: int, item_bytes: int) -> Iterator[Extent]:
     """Split an extent into pieces of at most `max_bytes`, in address order, never within an item.
 
-    >>> [(piece.offset, piece.nbytes) for piece in split(Extent(0, 8, 100), 64)]
-    [(8, 56), (64, 44)]
-    >>> [(piece.offset, piece.repeats) for piece in split(Extent(0, 0, 16, ((5, 32),)), 64)]
+    `item_bytes` is the size of the largest item in it. A run is cut at multiples of 16 bytes from its start.
+    If it starts within an item, because overlapping tensors were merged, it is cut at multiples of 16 bytes
+    from the start of that item.
+
+    >>> [(piece.offset, piece.nbytes) for piece in split(Extent(0, 8, 100), 64, item_bytes=4)]
+    [(8, 64), (72, 36)]
+    >>> [(piece.offset, piece.nbytes) for piece in split(Extent(0, 9, 99), 64, item_bytes=4)]
+    [(9, 63), (72, 36)]
+    >>> [(piece.offset, piece.repeats) for piece in split(Extent(0, 0, 16, ((5, 32),)), 64, item_bytes=4)]
     [(0, ((4, 32),)), (128, ())]
     """
     if extent.nbytes <= max_bytes:
@@ -176,7 +205,7 @@ def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
         return
     if not extent.repeats:
         piece_bytes = max(max_bytes // ITEM_BYTES, 1) * ITEM_BYTES
-        first_cut = extent.offset // ITEM_BYTES * ITEM_BYTES + piece_bytes
+        first_cut = extent.offset // item_bytes * item_bytes + piece_bytes
         for start, end in pairwise((extent.offset, *range(first_cut, extent.end, piece_bytes), extent.end)):
             yield Extent(extent.storage, start, end - start)
         return
@@ -186,27 +215,43 @@ def split(extent: Extent, max_bytes: int) -> Iterator[Extent]:
         rows = min(max_rows, count - first)
         outer = ((rows, step),) if rows > 1 else ()
         piece = Extent(extent.storage, extent.offset + first * step, extent.run_bytes, outer + inner)
-        yield from split(piece, max_bytes)
+        yield from split(piece, max_bytes, item_bytes)
 
 
-def _merge(extents: list[Extent], budget: Budget) -> list[Extent]:
+def _merge(uses: list[Use], budget: Budget) -> list[Use]:
     """Merge extents whose spans overlap. The common cases are fast; other patterns are listed run by run."""
-    if len(extents) <= 1:
-        return extents
+    if len(uses) <= 1:
+        return uses
+    # Equal extents are dropped by sorting, not by a set: a peer can choose extents whose hashes collide.
+    extents = [extent for extent, _ in groupby(use.extent for use in uses)]
+    if len(extents) == 1:
+        return _uses_by(uses, extents)
     storage = extents[0].storage
     runs = _merge_runs([(e.offset, e.end) for e in extents if not e.repeats])
     repeated = [e for e in extents if e.repeats and not _is_inside(e, runs)]
     if not repeated:
-        return [Extent(storage, start, end - start) for start, end in runs]
+        return _uses_by(uses, [Extent(storage, start, end - start) for start, end in runs])
     repeats = repeated[0].repeats
     if not runs and all(e.repeats == repeats for e in repeated):
         # Columns of one matrix: it is enough to merge the columns of one row.
         columns = _merge_runs([(e.offset, e.offset + e.run_bytes) for e in repeated])
         if is_nested(columns[-1][1] - columns[0][0], repeats):
-            return [Extent(storage, start, end - start, repeats) for start, end in columns]
+            starts = [start for start, _ in columns]
+            by_column = groupby(uses, lambda use: bisect_right(starts, use.extent.offset))
+            return [
+                use
+                for (start, end), (_, members) in zip(columns, by_column, strict=True)
+                for use in _uses_by(list(members), [Extent(storage, start, end - start, repeats)])
+            ]
     for e in repeated:
         runs += _list_runs(e, budget)
-    return _find_extents(storage, _merge_runs(runs, touching=True))
+    return _uses_by(uses, _find_extents(storage, _merge_runs(runs, touching=True)))
+
+
+def _uses_by(merged: Sequence[Use], extents: Iterable[Extent]) -> list[Use]:
+    """Return the uses of extents that were merged from others."""
+    tensor, item_bytes = min(use.tensor for use in merged), max(use.item_bytes for use in merged)
+    return [Use(extent, tensor, item_bytes) for extent in extents]
 
 
 def _is_inside(extent: Extent, runs: Sequence[Run]) -> bool:

@@ -1,10 +1,14 @@
-"""The chunks of a transfer, in order. Both sides compute the same plan from the manifest and two sizes."""
+"""The chunks of a transfer, in order. Both sides compute the same plan from the manifest and two sizes.
+
+Chunks follow the order of the tensors in the state, and not that of their addresses. So views of one buffer
+and clones of these views have equal chunks, unless the views overlap.
+"""
 
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from torchferry.core.extents import Extent, extents_of, split
+from torchferry.core.extents import Extent, split, uses_of
 from torchferry.core.manifest import Manifest
 
 CHUNK_BYTES = 8 << 20
@@ -53,7 +57,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
 
 class Plan(NamedTuple):
-    """The chunks of a transfer, in the order in which they are sent."""
+    """The extents of a state by storage and offset, and its chunks in the order in which they are sent."""
 
     extents: tuple[Extent, ...]
     chunks: tuple[Chunk, ...]
@@ -73,8 +77,11 @@ def make_plan(
     The receiver passes the sender's `pack_bytes`. The sender passes None, and packs if there are at least
     `pack_from` small extents. Raises TooIrregular or TooManyChunks.
     """
-    extents = extents_of(manifest.tensors)
+    uses = uses_of(manifest.tensors)
+    extents = tuple(use.extent for use in uses)
     sizes = [extent.nbytes for extent in extents]
+    # Each number is that of an extent. Extents of the same tensor stay in the order of their offsets.
+    order = sorted(range(len(uses)), key=[use.tensor for use in uses].__getitem__)
     if pack_bytes is None:
         pack_bytes = min(PACK_BYTES, chunk_bytes)
         if sum(size < pack_bytes for size in sizes) < pack_from:
@@ -82,25 +89,25 @@ def make_plan(
     chunks: list[Chunk] = []
     packed: list[Piece] = []
     nbytes, max_bytes = 0, max(min(PACKED_BYTES, chunk_bytes), pack_bytes)
-    for number, (extent, size) in enumerate(zip(extents, sizes, strict=True)):
-        if size < pack_bytes:
+    for number in order:
+        if (size := sizes[number]) < pack_bytes:
             if nbytes + size > max_bytes:
                 chunks.append(Chunk(len(chunks), tuple(packed), nbytes))
                 packed, nbytes = [], 0
-            packed.append(_piece(extent, number))
+            packed.append(_piece(extents[number], number))
             nbytes += size
     if packed:
         chunks.append(Chunk(len(chunks), tuple(packed), nbytes))
-    large = [number for number, size in enumerate(sizes) if size >= pack_bytes]
+    large = [number for number in order if sizes[number] >= pack_bytes]
     # There are at least so many. This rejects a hostile manifest before its chunks are listed.
     _check_count(len(chunks) + sum(-(-sizes[number] // chunk_bytes) for number in large), chunk_bytes)
     for number in large:
         position = 0
-        for part in split(extents[number], chunk_bytes):
+        for part in split(extents[number], chunk_bytes, uses[number].item_bytes):
             chunks.append(Chunk(len(chunks), (_piece(part, number, position),), part.nbytes))
             position += part.nbytes
             _check_count(len(chunks), chunk_bytes)
-    return Plan(tuple(extents), tuple(chunks), sum(sizes), chunk_bytes, pack_bytes)
+    return Plan(extents, tuple(chunks), sum(sizes), chunk_bytes, pack_bytes)
 
 
 def _piece(part: Extent, extent: int, position: int = 0) -> Piece:

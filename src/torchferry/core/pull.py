@@ -67,17 +67,16 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
 class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     """A lease on one version, and what it takes to plan the fetch.
 
-    Versions of equal `root` hold equal states. If `layout` is equal too, their chunks are interchangeable.
-    `snapshot` says that the state was copied, so that it can't change. `memory` names the Unix socket for
-    receivers on the same machine, which may read chunks from the source's memory. `port` is where the source
-    listens: a receiver that connected to another port has a proxy in between, and bytes go through that.
-    `metadata` is the digest of all that the receiver relies on: see `metadata_digest`.
+    Versions of equal `root` hold equal states in equal chunks. `snapshot` says that the state was copied, so
+    that it can't change. `memory` names the Unix socket for receivers on the same machine, which may read
+    chunks from the source's memory. `port` is where the source listens: a receiver that connected to another
+    port has a proxy in between, and bytes go through that. `metadata` is the digest of all that the receiver
+    relies on: see `metadata_digest`.
     """
 
     lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     version: Version
     root: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    layout: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     metadata: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     payload_bytes: Count
     chunk_bytes: Annotated[int, Meta(ge=ITEM_BYTES, le=MAX_PULL_CHUNK_BYTES)]
@@ -140,9 +139,9 @@ def decode_digests(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
-def metadata_digest(manifest: bytes, digests: bytes, version: int, root: str, layout: str) -> str:
+def metadata_digest(manifest: bytes, digests: bytes, version: int, root: str) -> str:
     """Return the XXH3 of the encoded manifest and digests, and of what the grant says of them."""
-    return xxh3_64_hexdigest(b"".join((manifest, digests, f"{version} {root} {layout}".encode())))
+    return xxh3_64_hexdigest(b"".join((manifest, digests, f"{version} {root}".encode())))
 
 
 def fits(request: LeaseRequest, version: int) -> bool:
@@ -179,8 +178,6 @@ def why_not_mixed(grant: Grant, chosen: Grant) -> str:
         return f"it serves version {grant.version}, not {chosen.version}"
     if grant.root != chosen.root:
         return f"its version {grant.version} holds another state than that of the first source"
-    if (grant.layout, grant.chunks) != (chosen.layout, chosen.chunks):
-        return "its tensors share memory in another way than those of the first source"
     return ""
 
 

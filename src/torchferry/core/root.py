@@ -1,38 +1,43 @@
-"""Digests of leaves and of whole states: equal roots, equal states.
+"""The root of a state: a digest over its tree, its values, and its chunks.
 
-The digest of an extent is the XXH3 of its bytes, or of the digests of its pieces if it has several, so that
-no byte is hashed twice: roots can be compared if the chunk sizes are equal. The digest of a leaf is over its
-path, kind, dtype, shape, strides, the position of its shard, and the digests of the extents that it uses;
-that of a value is over its path and the value. The digest of a container is over its path and its type. The
-root is over all these digests, in order.
+Equal roots mean equal states with equal chunks, in the same order. So a receiver may take the manifest from
+one source and each chunk from any source of the same root. The digests of all chunks are in the root. Each
+node of the tree has a digest too: that of a leaf is over its path, kind, dtype, shape, strides, the position
+of its shard, and where its bytes are in the chunks; that of a value is over its path and the value; that of a
+container is over its path and its type.
 
-Devices, mesh ranks, and how storages are numbered do not matter. Nor do traits such as requires_grad, which
-a receiver that writes in place does not take over.
+Devices, mesh ranks, and the storages and offsets of tensors do not matter: views of one buffer have the root
+of their clones, unless the views overlap or interleave irregularly. Which tensors share bytes is a part of
+the state, because a receiver gets them so: tied and untied weights of equal values have different roots.
+Traits such as requires_grad, which a receiver that writes in place does not take over, do not matter.
 """
 
 from collections.abc import Sequence
 
 from msgspec.msgpack import Encoder
-from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from torchferry.core.destinations import tensors_by_extent
 from torchferry.core.manifest import PICKLED, VALUE, Manifest
 from torchferry.core.plan import Plan
 from torchferry.core.pull import encode_digests
-from torchferry.core.tree import occurrences, walk
+from torchferry.core.tree import walk
 
 _encoder = Encoder()
 
 
-def root_of(manifest: Manifest, plan: Plan, pieces: Sequence[int]) -> str:
-    """Return the root of a state, given the digest of each piece of its plan, in order."""
-    extents = _digests_of_extents(plan, pieces)
+def root_of(manifest: Manifest, plan: Plan, digests: Sequence[int]) -> str:
+    """Return the root of a state, given the digest of each chunk of its plan.
+
+    Raises TooIrregular if it takes too long to find the extents of each tensor.
+    """
+    positions = _positions_of_extents(plan)
     used: list[list[tuple[int, int]]] = [[] for _ in manifest.tensors]
     for number, tensors in enumerate(tensors_by_extent(plan.extents, manifest)):
         for tensor in tensors:
             start = manifest.tensors[tensor].offset - plan.extents[number].offset
-            used[tensor].append((start, extents[number]))
-    digests = []
+            used[tensor].append((start, positions[number]))
+    nodes = []
     for path, child in walk(manifest):
         content: tuple[object, ...]
         if child < 0:
@@ -46,23 +51,16 @@ def root_of(manifest: Manifest, plan: Plan, pieces: Sequence[int]) -> str:
                 spec = manifest.tensors[part]
                 parts.append((spec.dtype, spec.shape, spec.stride, spec.conj, spec.neg, used[part]))
             content = path, leaf.kind, leaf.fixed, parts
-        digests.append(xxh3_128_digest(_encoder.encode(content)))
-    return xxh3_128_hexdigest(b"".join(digests))
+        nodes.append(xxh3_128_digest(_encoder.encode(content)))
+    return xxh3_128_hexdigest(b"".join((*nodes, xxh3_128_digest(encode_digests(digests)))))
 
 
-def _digests_of_extents(plan: Plan, pieces: Sequence[int]) -> list[int]:
-    found: list[list[int]] = [[] for _ in plan.extents]
-    numbers = (piece.extent for chunk in plan.chunks for piece in chunk.pieces)
-    for extent, digest in zip(numbers, pieces, strict=True):
-        found[extent].append(digest)
-    return [each[0] if len(each) == 1 else xxh3_64_intdigest(encode_digests(each)) for each in found]
-
-
-def layout_of(manifest: Manifest, plan: Plan) -> str:
-    """Return a digest of where the bytes are: states of equal root and layout have equal chunks.
-
-    It is over the tensors of each path too. Otherwise tensors that are shared in another way could be
-    numbered in another order, with equal roots.
-    """
-    parts = [manifest.leaves[leaf].parts for _, leaf in occurrences(manifest)]
-    return xxh3_64_hexdigest(_encoder.encode((manifest.tensors, parts, plan.chunk_bytes, plan.pack_bytes)))
+def _positions_of_extents(plan: Plan) -> list[int]:
+    """Return where the bytes of each extent start in the payload, which is all chunks one after the other."""
+    positions = [0] * len(plan.extents)
+    end = 0
+    for chunk in plan.chunks:
+        for piece in chunk.pieces:
+            positions[piece.extent] = end - piece.position
+            end += piece.nbytes
+    return positions

@@ -247,7 +247,8 @@ class _Fetch(Phases):
                     manifest, digests = self._in_thread(source.metadata, patience_s, until_s=until_s)
                     encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
-                    return grant, encoded, digests
+                    # Planned with the sizes that this source planned with.
+                    return source.grant or grant, encoded, digests
                 except LinkTimeout as error:
                     source.shut_down_readers()
                     source.backoff.overdue(time.monotonic())

@@ -60,12 +60,17 @@ def plan_outgoing(encoded: EncodedManifest, cache: Cache, chunk_sizes: Sequence[
                 return plan(encoded, cache, chunk_bytes, pack_from=pack_from)
         return plan(encoded, cache, chunk_sizes[-1], pack_from=pack_from)
     except TooIrregular as error:
-        raise Unsendable(
-            f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "
-            "the strided or overlapping views before sending"
-        ) from None
+        raise too_irregular(error) from None
     except TooManyChunks as error:
         raise Unsendable(f"{error}: send the state in parts") from None
+
+
+def too_irregular(error: TooIrregular) -> Unsendable:
+    """Return the error for a state with too many byte ranges to list."""
+    return Unsendable(
+        f"the views in the state use too many separate byte ranges of a storage ({error}): clone() "
+        "the strided or overlapping views before sending"
+    )
 
 
 def plan_incoming(

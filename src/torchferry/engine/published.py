@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from torchferry.core.codec import EncodedManifest
+from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import Plan
 from torchferry.core.pull import PULL_CHUNK_BYTES, encode_digests, metadata_digest
-from torchferry.core.root import layout_of, root_of
+from torchferry.core.root import root_of
 from torchferry.engine import metadata
-from torchferry.engine.source import ChunkSource, digest, digest_pieces, view
+from torchferry.engine.source import ChunkSource, digest, view
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import StateChanged, StateError
 from torchferry.links.shared_memory import SharedBlock
@@ -65,7 +66,6 @@ class Published:
     plan: Plan
     digests: Sequence[int]
     root: str
-    layout: str
     source: ChunkSource | None
     block: SnapshotBlock | None
     memory: SnapshotMemory
@@ -76,9 +76,7 @@ class Published:
         self.is_copy = self.block is not None
         self.nbytes = self.plan.payload_bytes
         self.encoded_digests = encode_digests(self.digests)
-        self.metadata = metadata_digest(
-            self.encoded.data, self.encoded_digests, self.version, self.root, self.layout
-        )
+        self.metadata = metadata_digest(self.encoded.data, self.encoded_digests, self.version, self.root)
 
     def start(self, chunk: int) -> int:
         """Return where a chunk begins in a snapshot, in bytes."""
@@ -141,7 +139,6 @@ def publish(
     source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")
     block = memory.take(plan.payload_bytes) if snapshot else None
     digests: list[int] = []
-    pieces: list[int] = []
     start = 0
     for chunk in plan.chunks:
         if block is None:
@@ -151,13 +148,14 @@ def publish(
             source.copy(chunk, buffer)
         start += chunk.nbytes
         digests.append(digest(buffer))
-        pieces += digest_pieces(chunk, buffer, digests[-1])
         if block is None:
             source.release(chunk, buffer)
     source.digests = digests
     if described.changed_tensors():
         source.find_changes()
         raise StateChanged(source.changed_paths())
-    root, layout = root_of(encoded.manifest, plan, pieces), layout_of(encoded.manifest, plan)
-    live = None if snapshot else source
-    return Published(version, encoded, plan, digests, root, layout, live, block, memory)
+    try:
+        root = root_of(encoded.manifest, plan, digests)
+    except TooIrregular as error:
+        raise metadata.too_irregular(error) from None
+    return Published(version, encoded, plan, digests, root, None if snapshot else source, block, memory)

@@ -197,7 +197,7 @@ class RemoteSource:
                 self._ask(connection, "GET", self._path(what), timeout_s, max_bytes=max_bytes)[1]
                 for what, max_bytes in limits.items()
             )
-        found = pull.metadata_digest(manifest, digests, grant.version, grant.root, grant.layout)
+        found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
             raise Corrupted(["metadata"])
         return manifest, pull.decode_digests(digests)

@@ -94,7 +94,6 @@ class PullHandler:
             lease=lease.id,
             version=published.version,
             root=published.root,
-            layout=published.layout,
             metadata=published.metadata,
             payload_bytes=published.nbytes,
             chunk_bytes=published.plan.chunk_bytes,

@@ -162,7 +162,7 @@ WAITING: dict[str, Answer] = {
 # Grants that lie.
 
 NUMBERS = ("version", "payload_bytes", "chunk_bytes", "pack_bytes", "chunks")
-DIGESTS = ("lease", "root", "layout", "metadata")
+DIGESTS = ("lease", "root", "metadata")
 FLAGS = ("snapshot",)
 
 

@@ -94,7 +94,7 @@ def test_a_pattern_with_too_many_runs_is_refused_before_it_is_listed() -> None:
 @pytest.mark.parametrize("max_bytes", [16, 40, 64, 1000])
 def test_pieces_cover_an_extent_in_order(max_bytes: int) -> None:
     extent = Extent(0, 8, 24, ((3, 1000), (5, 64)))
-    pieces = list(split(extent, max_bytes))
+    pieces = list(split(extent, max_bytes, 4))
     assert sum(piece.nbytes for piece in pieces) == extent.nbytes
     assert all(piece.nbytes <= max_bytes for piece in pieces)
     assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)

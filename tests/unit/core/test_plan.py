@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.support.sizes import examples
+from torchferry.core.extents import find_pattern
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import (
     CHUNK_BYTES,
@@ -72,3 +79,62 @@ def test_an_empty_tensor_needs_no_chunk() -> None:
 def test_both_sides_compute_the_same_plan() -> None:
     described = state(TensorSpec("float32", 4, (1000, 1000), (2000, 1), 0, 16))
     assert make_plan(described, 4096) == make_plan(described, 4096)
+
+
+@st.composite
+def own_and_flat(draw: st.DrawFn) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Tensors in storages of their own, and the same tensors in one storage, apart, in any order."""
+    own = []
+    for number in range(draw(st.integers(1, 5))):
+        itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
+        shape = draw(st.sampled_from([(), (0,), (7,), (40,), (3, 5), (4, 2, 3)]))
+        stride = {(3, 5): (8, 1), (4, 2, 3): (30, 9, 2)}.get(shape, (1,) * len(shape))
+        own.append(TensorSpec("any", itemsize, shape, stride, number, draw(st.integers(0, 3)) * itemsize))
+    flat, end = list(own), 0
+    for number in draw(st.permutations(range(len(own)))):
+        spec = own[number]
+        offset = -(-(end + draw(st.integers(0, 20))) // spec.itemsize) * spec.itemsize
+        flat[number] = replace(spec, storage=0, offset=offset)
+        end = offset + find_pattern(spec.shape, spec.stride, spec.itemsize).span_bytes
+    return own, flat
+
+
+@examples(300)
+@given(own_and_flat(), st.integers(16, 100), st.integers(0, 16))
+def test_chunks_do_not_depend_on_storages_and_offsets(
+    placed: tuple[list[TensorSpec], list[TensorSpec]], chunk_bytes: int, pack_bytes: int
+) -> None:
+    def chunks_of(specs: list[TensorSpec]) -> list[list[Any]]:
+        """The pieces of each chunk: tensor, distance from its start, runs, position."""
+        plan = make_plan(state(*specs), chunk_bytes, pack_bytes)
+        tensor_at = {(s.storage, s.offset): n for n, s in enumerate(specs) if 0 not in s.shape}
+        found = []
+        for chunk in plan.chunks:
+            starts = [plan.extents[piece.extent] for piece in chunk.pieces]
+            found.append(
+                [
+                    (tensor_at[e.storage, e.offset], p.offset - e.offset, p.run_bytes, p.repeats, p.position)
+                    for p, e in zip(chunk.pieces, starts, strict=True)
+                ]
+            )
+        return found
+
+    own, flat = placed
+    assert chunks_of(own) == chunks_of(flat)
+
+
+def test_interleaved_columns_are_planned_like_columns_of_two_matrices() -> None:
+    second, first = (TensorSpec("float32", 4, (10, 2), (8, 1), 0, offset) for offset in (16, 0))
+    together, apart = state(second, first), state(second, replace(first, storage=1))
+    offsets = [
+        [piece.offset for chunk in make_plan(each, 40).chunks for piece in chunk.pieces]
+        for each in (together, apart)
+    ]
+    assert offsets[0] == offsets[1]
+    assert offsets[0][0] == 16
+
+
+def test_a_cut_splits_no_item_of_tensors_that_overlap_at_another_alignment() -> None:
+    tensors = TensorSpec("uint8", 1, (40,), (1,), 0, 3), TensorSpec("int64", 8, (6,), (1,), 0, 16)
+    pieces = [chunk.pieces[0] for chunk in make_plan(state(*tensors), 32).chunks]
+    assert [(piece.offset, piece.nbytes) for piece in pieces] == [(3, 29), (32, 32)]

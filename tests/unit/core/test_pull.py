@@ -34,7 +34,7 @@ from torchferry.core.pull import (
 )
 from torchferry.errors import BadManifest
 
-GRANT = Grant("0" * 32, 7, "1" * 32, "2" * 16, "3" * 16, 4 << 20, 1 << 20, 0, 4)
+GRANT = Grant("0" * 32, 7, "1" * 32, "3" * 16, 4 << 20, 1 << 20, 0, 4)
 
 
 MESSAGES: list[tuple[Any, Any]] = [
@@ -90,7 +90,6 @@ def test_a_lease_request_with_a_wrong_field_is_refused(field: str, value: object
         ("lease", "0" * 31 + "\n"),
         ("lease", "A" * 32),
         ("root", "1" * 16),
-        ("layout", ""),
         ("metadata", "2" * 17),
         ("version", 2**63),
         ("payload_bytes", 2**63),
@@ -164,13 +163,9 @@ def test_the_choice_is_the_first_of_the_highest(versions: list[int | None]) -> N
     [
         ({"version": 8}, "version 8, not 7"),
         ({"root": "f" * 32}, "another state"),
-        ({"layout": "f" * 16}, "share memory in another way"),
-        ({"chunks": 5}, "share memory in another way"),
     ],
 )
-def test_only_sources_of_equal_version_root_and_layout_are_combined(
-    changes: dict[str, Any], reason: str
-) -> None:
+def test_only_sources_of_equal_version_and_root_are_combined(changes: dict[str, Any], reason: str) -> None:
     other = replace(GRANT, **changes)
     assert reason in why_not_mixed(other, GRANT)
     assert why_not_mixed(GRANT, other)

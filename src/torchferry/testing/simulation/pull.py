@@ -16,7 +16,7 @@ from torchferry.testing.simulation.pull_source import Source
 from torchferry.testing.simulation.scenario import CheckFailed
 
 _FOREVER_S = 1e9
-_FAULTS = ("kill", "stop", "pause", "reset", "damage", "rotten", "slow", "other root", "other layout")
+_FAULTS = ("kill", "stop", "pause", "reset", "damage", "rotten", "slow", "other root")
 
 
 def simulate_pull(seed: int) -> Counter[str]:

@@ -33,7 +33,6 @@ class Version:
 
     version: int
     root: str
-    layout: str
     digests: tuple[str, ...]
     memory: list[str]
     is_copy: bool
@@ -77,14 +76,12 @@ class Source(Host):
         copies = [held for held in self.held if held.is_copy]
         check(len(copies) <= 1, f"{self.name} holds {len(copies)} versions after it made room")
         root = f"{'other ' if 'other root' in self.faults else ''}root {version}"
-        layout = "other layout" if "other layout" in self.faults else "layout"
-        shift = 1 if layout == "other layout" else 0
-        contents = tuple(f"{root}:{(chunk + shift) % self._chunks}" for chunk in range(self._chunks))
+        contents = tuple(f"{root}:{chunk}" for chunk in range(self._chunks))
         memory = self.kept.pop() if self.kept and is_copy else [""] * self._chunks
         memory[:] = contents
         yield 0.01
         earlier = leases.current.get(NAME)
-        held = Version(version, root, layout, contents, memory, is_copy)
+        held = Version(version, root, contents, memory, is_copy)
         self.held.append(held)
         leases.make_current(NAME, held)
         self.published_s[version] = self.world.now_s
@@ -209,7 +206,7 @@ class Source(Host):
         self.granted.append(lease)
         self.heard_s[lease] = self.world.now_s
         self.used[lease] = {connection.number}
-        grant = Grant(lease.id, held.version, held.root, held.layout, "", 0, 16, 0, len(held.digests))
+        grant = Grant(lease.id, held.version, held.root, "", 0, 16, 0, len(held.digests))
         self._reply(connection, grant)
         if not connection.is_open:  # the reader is gone, and this thread finds that now
             yield from self.notice(connection, 0.0)
