@@ -16,9 +16,11 @@ from torchferry.core.pull import LeaseRequest
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine.fetch import Fetched, FetchOptions, ProgressEvent, fetch_state
 from torchferry.engine.remote import Via
+from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument
 from torchferry.links.address import parse_address
+from torchferry.serving import Source
 from torchferry.tensors.kinds import RebuildContext
 from torchferry.tensors.memory import CPU
 
@@ -41,6 +43,8 @@ def fetch(
     tls: ssl.SSLContext | None = None,
     max_metadata_bytes: int = MAX_METADATA_BYTES,
     on_progress: Callable[[ProgressEvent], object] | None = None,
+    reshare: bool | Source = False,
+    linger: Timeout = 10.0,
     mesh: DeviceMesh | None = None,
 ) -> Fetched:
     """Fetch a state from one or several sources, and return it with its version and a report.
@@ -73,6 +77,10 @@ def fetch(
         max_metadata_bytes: the longest metadata that is accepted.
         on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
             raises, the fetch ends with that exception.
+        reshare: serve chunks that are verified to other receivers that reshare, and take chunks from these
+            rather than from the source, whose link then carries the state about once. True listens on the
+            interface through which the source was reached; a Source uses its port, and is needed with TLS.
+        linger: with `reshare`, how long to serve those that still take chunks, after this has returned.
         mesh: the DeviceMesh of fresh DTensors, as for `PGTransport`.
 
     Raises:
@@ -104,6 +112,11 @@ def fetch(
     if insecure:
         raise BadArgument(f"tls is given, but the address of {insecure[0]} begins with http://, not https://")
     arguments.require(on_progress is None or callable(on_progress), "on_progress", "a function", on_progress)
+    arguments.require(isinstance(reshare, (bool, Source)), "reshare", "True, False or a Source", reshare)
+    if reshare is True and any(address.secure for address in found):
+        raise BadArgument("with TLS, reshare must be a Source, which has a certificate")
+    if reshare and not verify:
+        raise BadArgument("reshare needs verify=True: what another receiver delivers must be checked")
     options = FetchOptions(
         wanted=LeaseRequest(name, f"{socket.gethostname()}:{os.getpid()}", version, newer_than),
         timeout_s=arguments.seconds(timeout, "timeout"),
@@ -116,6 +129,8 @@ def fetch(
         verify=arguments.check_bool(verify, "verify"),
         stall_s=None if stall_timeout is None else arguments.seconds(stall_timeout, "stall_timeout"),
         via=via,
+        reshare=reshare.resharing() if isinstance(reshare, Source) else Resharing() if reshare else None,
+        linger_s=arguments.seconds(linger, "linger"),
         tls=tls,
         context=RebuildContext(mesh=mesh),
         on_progress=on_progress,

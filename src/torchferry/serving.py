@@ -12,6 +12,7 @@ from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
 from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.reshare import Resharing
 from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Readers, Shelf
 from torchferry.engine.workspace import Workspace
@@ -79,7 +80,7 @@ class Source:
         if advertise is not None:
             parse_host(arguments.check_str(advertise, "advertise"), port)
         listener = listen(host, port)
-        own_port = listener.getsockname()[1]
+        self._port = own_port = listener.getsockname()[1]
         named = parse_host(advertise or reachable_host(listener), own_port)
         self._address = Address(*named, token, tls is not None)
         self._workspace = Workspace(CPU)
@@ -93,7 +94,9 @@ class Source:
             name = secrets.token_hex(16)
             listeners.append(listen_locally(name))
             local_name = name
-        self._server = HttpServer(listeners, token, PullHandler(self._shelf, own_port, local_name), tls)
+        self._server = HttpServer(
+            listeners, token, PullHandler(self._shelf, token, own_port, local_name), tls
+        )
         close_after_fork(self)
 
     @property
@@ -189,6 +192,10 @@ class Source:
         self._server.close()
         with self._lock:
             self._names.clear()
+
+    def resharing(self) -> Resharing:
+        """Return what serves the chunks of a fetch at this source's port. `fetch(reshare=…)` uses it."""
+        return Resharing(self._server, self._port)
 
     def close_inherited(self) -> None:
         """Forget all memory in a forked child. The server closes its sockets itself."""

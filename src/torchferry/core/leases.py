@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torchferry.core.machine import Machine
-from torchferry.core.pull import LEASE_S, LeaseRequest, LeaseState, Result, fits
+from torchferry.core.pull import LEASE_S, MAX_PEERS, LeaseRequest, LeaseState, Peer, Result, fits
 from torchferry.core.text import show_name, show_text
 from torchferry.errors import BadArgument, LinkBroken, NoSuchVersion
 
@@ -59,7 +59,8 @@ class Reader:
 class Lease(Generic[HeldT]):
     """The right to read one version. `connections` are the numbers of its reader's connections.
 
-    If it `maps_memory`, the reader has the version's own memory, until it reports a result.
+    If it `maps_memory`, the reader has the version's own memory, until it reports a result. Its reader serves
+    what it has at `peer`, if that is given.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Lease(Generic[HeldT]):
     ended_s: float | None = None
     bytes_sent: int = 0
     maps_memory: bool = False
+    peer: Peer | None = None
     reason: str = ""
     connections: set[int] = field(default_factory=set)
     machine: Machine[LeaseState] = field(default_factory=lambda: Machine(LeaseState.OPEN))
@@ -146,9 +148,11 @@ class Leases(Generic[HeldT]):
     # Leases.
 
     def grant(
-        self, request: LeaseRequest, lease_id: str, connection: int, now_s: float
+        self, request: LeaseRequest, lease_id: str, connection: int, now_s: float, host: str = ""
     ) -> Lease[HeldT] | None:
         """Open a lease; None if there is nothing newer than the requested version yet.
+
+        `host` is where the receiver connects from.
 
         Raises NoSuchVersion if the name or the version is not there, and LinkBroken if the source is closed
         or has too many readers.
@@ -164,6 +168,8 @@ class Leases(Generic[HeldT]):
             raise LinkBroken(f"the source has {MAX_LEASES} readers and accepts no more")
         receiver = show_name(request.receiver)
         lease = Lease(lease_id, receiver, request.name, current, now_s, now_s, connections={connection})
+        if host and request.port:
+            lease.peer = Peer(host, request.port)
         self._open[lease_id] = lease
         return lease
 
@@ -243,6 +249,19 @@ class Leases(Generic[HeldT]):
         self._ended.append((lease.began_s, lease.id, lease.show(now_s)))
 
     # Queries.
+
+    def peers(self, lease: Lease[HeldT]) -> tuple[Peer, ...]:
+        """Return who else serves what it has of a lease's version; only those that began before.
+
+        So receivers never wait for each other in a circle.
+        """
+        found: list[Peer] = []
+        for other in self._open.values():
+            if other is lease:
+                break
+            if other.held is lease.held and other.peer is not None:
+                found.append(other.peer)
+        return tuple(found[: -MAX_PEERS - 1 : -1])
 
     def reading(self, concerns: Callable[[Lease[HeldT]], bool]) -> list[Lease[HeldT]]:
         """List the leases that keep a version: those that are open, and those whose bytes a thread sends."""

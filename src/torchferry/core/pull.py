@@ -36,11 +36,15 @@ ALIVE_S = 10.0
 ANSWERS_S = 1.0
 """How long a fetch waits for the other sources after the first has granted a lease."""
 
+MAX_PEERS = 8
+"""How many other receivers a source names in a grant."""
+
 MAX_NAME_CHARACTERS = 200
 MAX_REASON_CHARACTERS = 4000
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 Version: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -48,7 +52,7 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for a lease on a state: on `version`, on any version above `newer_than`, or on the newest.
 
     `receiver` is how the source shows the receiver in `status()`. `wait_s` is how long the source may wait
-    for a version above `newer_than`.
+    for a version above `newer_than`. `port` is where the receiver serves what it has verified; 0 for nowhere.
     """
 
     name: Name
@@ -56,6 +60,7 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     version: Version | None = None
     newer_than: Version | None = None
     wait_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    port: Port = 0
 
     def __str__(self) -> str:
         if self.version is not None:
@@ -64,14 +69,22 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
         return f"a version of {self.name!r}{above}"
 
 
+class Peer(Struct, frozen=True, forbid_unknown_fields=True):
+    """A receiver that serves what it has verified."""
+
+    host: Name
+    port: Port
+
+
 class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     """A lease on one version, and what it takes to plan the fetch.
 
     Versions of equal `root` hold equal states in equal chunks. `snapshot` says that the state was copied, so
     that it can't change. `memory` names the Unix socket for receivers on the same machine, which may read
     chunks from the source's memory. `port` is where the source listens: a receiver that connected to another
-    port has a proxy in between, and bytes go through that. `metadata` is the digest of all that the receiver
-    relies on: see `metadata_digest`.
+    port has a proxy in between, and bytes go through that. `peers` are receivers that serve what they have of
+    this version, to those who know `peer_token`; the one that began last is the first. `metadata` is the
+    digest of all that the receiver relies on: see `metadata_digest`.
     """
 
     lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -84,7 +97,9 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     chunks: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
     snapshot: bool = False
     memory: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    port: Port = 0
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=MAX_PEERS)] = ()
+    peer_token: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
 
 class InMemory(Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,6 +29,7 @@ from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
 from torchferry.engine.remote import Via
+from torchferry.engine.reshare import Resharing
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.sources import Sources
 from torchferry.engine.transfer import Phases, with_outcome
@@ -54,6 +55,9 @@ T = TypeVar("T")
 
 _CONFIRM_S = 5.0
 """How long a fetch tries to confirm that it is complete."""
+
+_LANES = 2
+"""How many connections read chunks from a single source."""
 
 _FAILED_S = 0.25
 """How long a fetch that failed tries to tell the sources why."""
@@ -84,6 +88,8 @@ class FetchOptions:
     verify: bool
     stall_s: float | None
     via: Via | None
+    reshare: Resharing | None
+    linger_s: float
     tls: ssl.SSLContext | None
     context: RebuildContext
     on_progress: Callable[[ProgressEvent], object] | None
@@ -107,6 +113,8 @@ def fetch_state(addresses: Sequence[Address], options: FetchOptions, workspace: 
     try:
         fetched = fetch.run()
         fetch.stop()
+        if options.reshare is not None:
+            options.reshare.finish(options.linger_s)
         return fetched
     except BaseException as error:
         explained = fetch.explain(_stop_after(fetch, error))
@@ -126,6 +134,8 @@ def _stop_after(fetch: "_Fetch", error: BaseException) -> BaseException:
     while True:
         try:
             fetch.stop(result)
+            if fetch.options.reshare is not None:
+                fetch.options.reshare.stop()
             return error
         except KeyboardInterrupt as again:
             error, result = again, None
@@ -136,13 +146,19 @@ class _Fetch(Phases):
 
     def __init__(self, addresses: Sequence[Address], options: FetchOptions, workspace: Workspace) -> None:
         super().__init__(f"fetch {os.urandom(4).hex()}")
-        self._options = options
+        self.options = options
         self._workspace = workspace
         self._deadline_s = time.monotonic() + options.timeout_s
         self._machine = Machine(FetchState.CONNECTING)
         self._enter_phase("connect" if options.wanted.newer_than is None else "wait")
         self._sources = Sources(
-            self._name, addresses, options.wanted, options.tls, options.max_metadata_bytes, options.via
+            self._name,
+            addresses,
+            options.wanted,
+            options.tls,
+            options.max_metadata_bytes,
+            options.via,
+            None if options.reshare is None else options.reshare.port_at,
         )
         self._receiving: Receiving | None = None
         self._sink: Sink | None = None
@@ -150,7 +166,7 @@ class _Fetch(Phases):
         self._callback_error: BaseException | None = None
 
     def run(self) -> Fetched:
-        options = self._options
+        options = self.options
         self._sources.open_all(options.timeout_s)
         # Work that grows with the number of tensors is done in threads, so that progress is reported.
         local = None
@@ -166,9 +182,19 @@ class _Fetch(Phases):
         needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
         atomic = options.atomic and local is not None
         landing = Landing(sink, needed, self._workspace.staging, atomic=atomic)
+        if options.reshare is not None and options.verify:
+            options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
+            self._sources.add_peers(grant, options.tls)
         self._enter(FetchState.RECEIVING)
         self._receiving = receiving = Receiving(
-            self._sources, plan, needed, digests if options.verify else (), landing, self._deadline_s
+            self._sources,
+            plan,
+            needed,
+            digests if options.verify else (),
+            landing,
+            self._deadline_s,
+            # Over one connection, chunks arrive in order, and other receivers get them soonest.
+            _LANES if options.reshare is None else 1,
         )
         try:
             while not receiving.is_done:
@@ -218,7 +244,7 @@ class _Fetch(Phases):
 
     def _choose(self) -> Grant:
         """Wait for the answers of the sources, and choose the version to fetch."""
-        wanted, stall_s = self._options.wanted, self._options.stall_s
+        wanted, stall_s = self.options.wanted, self.options.stall_s
         until_s = self._deadline_s
         if stall_s is not None and wanted.newer_than is None:
             until_s = min(until_s, time.monotonic() + stall_s)
@@ -228,7 +254,7 @@ class _Fetch(Phases):
             raise self._sources.why_none(is_late=time.monotonic() >= until_s)
         logger.debug("%s: version %d, root %s", self._name, grant.version, grant.root)
         if wanted.newer_than is not None:
-            self._deadline_s = time.monotonic() + self._options.timeout_s
+            self._deadline_s = time.monotonic() + self.options.timeout_s
         return grant
 
     def _read_metadata(self, grant: Grant) -> tuple[Grant, EncodedManifest, tuple[int, ...]]:
@@ -236,7 +262,7 @@ class _Fetch(Phases):
 
         If no source delivers those of the chosen version, choose again among the others.
         """
-        sources, began_s, stall_s = self._sources, time.monotonic(), self._options.stall_s
+        sources, began_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
         for attempt in count():
             for source in sources.serving():
                 # Another source may be faster.
@@ -277,7 +303,7 @@ class _Fetch(Phases):
         return plan
 
     def _target(self, encoded: EncodedManifest, plan: Plan, local: Description | None) -> Target:
-        options, cache = self._options, self._workspace.cache
+        options, cache = self.options, self._workspace.cache
         if local is None:
             return target_in_new_memory(encoded, plan, options.context, cache)
         return target_in_place(
@@ -289,8 +315,8 @@ class _Fetch(Phases):
         needed = [chunk for chunk in sink.plan.chunks if sink.needs(chunk)]
         if local is not None:
             written = history.written_before(local)
-            if self._options.compare is not False:
-                known = None if self._options.compare is True else written
+            if self.options.compare is not False:
+                known = None if self.options.compare is True else written
                 needed = [chunk for chunk in needed if self._differs(sink, chunk, digests, known)]
         return [chunk.number for chunk in needed]
 
@@ -311,19 +337,20 @@ class _Fetch(Phases):
             source.report_damage(needed[0], self._left_s())
 
     def _confirm(self, grant: Grant) -> bool:
-        """Tell every source that the fetch is complete, and return whether all know.
+        """Tell every source that the fetch is complete, and return whether all that were given know.
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
-        serving, result = self._sources.serving(), Result("confirmed", verified=self._options.verify)
+        serving, result = self._sources.serving(), Result("confirmed", verified=self.options.verify)
         # A source that is known to be too slow is not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
         untold = self._in_thread(self._sources.tell, ready, result, min(_CONFIRM_S, self._left_s()))
         unsure = [source for source in self._sources.live() if source in untold or source not in ready]
-        if unsure and not self._options.verify:
-            peers = ", ".join(source.peer for source in unsure)
-            raise PeerGaveUp(f"nothing was verified, and {peers} can't say whether its state changed")
-        if not untold and serving:
+        if unsure and not self.options.verify:
+            shown = ", ".join(source.peer for source in unsure)
+            raise PeerGaveUp(f"nothing was verified, and {shown} can't say whether its state changed")
+        untold = [source for source in untold if not source.is_peer]
+        if not untold and not all(source.is_peer for source in serving):
             return True
         lost = ", ".join(source.peer for source in untold or self._sources.all)
         logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
@@ -377,7 +404,7 @@ class _Fetch(Phases):
 
     def _emit(self) -> None:
         """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""
-        if self._options.on_progress is None:
+        if self.options.on_progress is None:
             return
         receiving = self._receiving
         moved, total, peer = 0, 0, None
@@ -386,7 +413,7 @@ class _Fetch(Phases):
         while True:
             self._reported_bytes = min(moved, self._reported_bytes + EVENT_BYTES)
             try:
-                self._options.on_progress(ProgressEvent(self._reported_bytes, total, self._phase, peer))
+                self.options.on_progress(ProgressEvent(self._reported_bytes, total, self._phase, peer))
             except BaseException as error:
                 self._callback_error = error
                 raise
@@ -433,7 +460,7 @@ class _Fetch(Phases):
             error = error.with_context(phase=self._phase)
         if self._sink is None or self._sink.local is None:
             return error
-        if isinstance(error, PeerGaveUp) and not self._options.verify:
+        if isinstance(error, PeerGaveUp) and not self.options.verify:
             self._sink.unmark_whole()
         keep = error is self._callback_error
         return with_outcome(error, self._sink, peer=None, phase=self._phase, keep=keep)

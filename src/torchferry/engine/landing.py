@@ -22,6 +22,9 @@ class Landing:
         self.sink = sink
         self._staging = staging
         self._lock = threading.Lock()
+        self._landed = threading.Condition(self._lock)
+        self._missing = set(needed)
+        self._is_read = True
         self._beside: dict[int, torch.Tensor] = {}
         self.extra_bytes = 0
         if atomic:
@@ -42,11 +45,13 @@ class Landing:
 
     def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Write a chunk that was received, and verified unless that is off."""
-        if chunk.number in self._beside:
-            return
         with self._lock:
-            was_staged = not self.sink.is_open(chunk)
-            self._write(chunk, buffer)
+            is_kept = chunk.number in self._beside
+            was_staged = not is_kept and not self.sink.is_open(chunk)
+            if not is_kept:
+                self._write(chunk, buffer)
+            self._missing.discard(chunk.number)
+            self._landed.notify_all()
         if was_staged:
             self._staging.give_back(buffer)
 
@@ -60,3 +65,28 @@ class Landing:
         """Write the chunks that were kept beside the local state."""
         for number, buffer in self._beside.items():
             self._write(self.sink.plan.chunks[number], buffer)
+        with self._lock:
+            self._beside = {}
+
+    # For other receivers, which take chunks from this one.
+
+    def can_read_all(self) -> bool:
+        """Return whether every chunk will be somewhere as it was sent."""
+        return all(
+            chunk.number in self._beside or self.sink.can_read(chunk) for chunk in self.sink.plan.chunks
+        )
+
+    def read(self, chunk: Chunk) -> torch.Tensor | None:
+        """Wait until a chunk has landed, and return its bytes; None after `stop_reading`."""
+        with self._landed:
+            self._landed.wait_for(lambda: chunk.number not in self._missing or not self._is_read)
+            if not self._is_read:
+                return None
+            kept = self._beside.get(chunk.number)
+            return self.sink.read(chunk, self._staging) if kept is None else kept
+
+    def stop_reading(self) -> None:
+        """End `read` in other threads."""
+        with self._landed:
+            self._is_read = False
+            self._landed.notify_all()

@@ -22,9 +22,6 @@ EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
 """The calling thread is woken for this many bytes, and at least this often."""
 
-_LANES = 2
-"""How many connections read chunks from a single source. Of several sources, each has one."""
-
 _HASH_BYTES = 256 << 10
 """Bytes are received and hashed in pieces of this size, while they are in the cache."""
 
@@ -46,6 +43,7 @@ class _Lane:
 class Receiving:
     """Receives the chunks that a fetch needs. `digests` is empty if nothing is verified.
 
+    A single source is asked over `lanes` connections. Of several sources, each is asked over one.
     The calling thread calls `check` again and again until `is_done`.
     """
 
@@ -57,6 +55,7 @@ class Receiving:
         digests: Sequence[int],
         landing: Landing,
         deadline_s: float,
+        lanes: int,
     ) -> None:
         self.total_bytes = sum(plan.chunks[number].nbytes for number in needed)
         self.moved_bytes = 0
@@ -67,6 +66,7 @@ class Receiving:
         self._digests = digests
         self._landing = landing
         self._deadline_s = deadline_s
+        self._max_lanes = lanes
         self._schedule = Schedule([chunk.nbytes for chunk in plan.chunks], needed)
         self._lanes: list[_Lane] = []
         self.failure: BaseException | None = None
@@ -96,10 +96,10 @@ class Receiving:
             raise LinkStalled(f"no bytes arrived for {stall_s:g} s; {done}")
 
     def _start_lanes(self) -> None:
-        serving, busy = self._sources.serving(), {lane.source for lane in self._lanes}
-        wanted = [source for source in serving if source not in busy]
-        if len(serving) == 1 and self.total_bytes > EVENT_BYTES:
-            wanted *= _LANES
+        preferred, busy = self._sources.preferred(), {lane.source for lane in self._lanes}
+        wanted = [source for source in preferred if source not in busy]
+        if len(preferred) == 1 and self.total_bytes > EVENT_BYTES:
+            wanted *= self._max_lanes
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
         # How much a lane asks for depends on how many there are.
         self._lanes += new

@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -59,6 +59,9 @@ _ERRORS: dict[int, type[FerryError]] = {
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
+    If it `is_peer`, it is another receiver, which serves what it has. `port_at` returns the port at which
+    this receiver does so, given its address in the connection to the source.
+
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
 
@@ -67,8 +70,17 @@ class RemoteSource:
     """
 
     def __init__(
-        self, address: Address, tls: ssl.SSLContext | None, max_metadata_bytes: int, via: Via | None = None
+        self,
+        address: Address,
+        tls: ssl.SSLContext | None,
+        max_metadata_bytes: int,
+        via: Via | None = None,
+        *,
+        port_at: Callable[[str], int] | None = None,
+        is_peer: bool = False,
     ) -> None:
+        self.is_peer = is_peer
+        self._port_at = port_at
         self.address = address
         self.peer = str(address)
         self.report = SourceReport()
@@ -98,21 +110,32 @@ class RemoteSource:
 
         Raises LinkBroken, LinkTimeout, or PeerError if chunks must come through memory and can't.
         """
-        assert self.grant is not None, "the source granted a lease"
         if self._via != "tcp" and not self.report.why_tcp:
             try:
-                if self.grant.memory is None:
-                    raise MemoryUnusable("the source does not offer its memory")
-                if self._via is None and self.grant.port != self.address.port:
-                    raise MemoryUnusable(f"a proxy is in between: the source's own port is {self.grant.port}")
-                wait_s = max(timeout_s, _MIN_WAIT_S)
-                found = HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
+                found = self._connect_locally(timeout_s)
                 self.report.via = "memory"
                 return found
             except LinkBroken as error:
                 self.give_memory_up(error)
         self.report.via = "tcp"
         return self.connect(timeout_s)
+
+    def is_local(self) -> bool:
+        """Return whether chunks can come through memory."""
+        if self._via != "tcp":
+            with suppress(LinkError):
+                self.close(self._connect_locally(_MIN_WAIT_S))
+                return True
+        return False
+
+    def _connect_locally(self, timeout_s: float) -> HttpConnection:
+        assert self.grant is not None, "the source granted a lease"
+        if self.grant.memory is None:
+            raise MemoryUnusable("the source does not offer its memory")
+        if self._via is None and self.grant.port != self.address.port:
+            raise MemoryUnusable(f"a proxy is in between: the source's own port is {self.grant.port}")
+        wait_s = max(timeout_s, _MIN_WAIT_S)
+        return HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
 
     def give_memory_up(self, error: LinkBroken) -> None:
         """Use TCP from now on; raises PeerError if chunks must come through memory."""
@@ -152,6 +175,8 @@ class RemoteSource:
     def open(self, wanted: LeaseRequest, deadline_s: float) -> Grant | None:
         """Connect and ask for a lease; None if there was nothing newer until the deadline."""
         control = self.connect(deadline_s - time.monotonic())
+        if self._port_at is not None:
+            wanted = structs.replace(wanted, port=self._port_at(control.own_host))
         unneeded: HttpConnection | None = control
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:

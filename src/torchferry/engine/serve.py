@@ -1,5 +1,6 @@
 """Answers the requests of receivers: leases, metadata, chunks, results. `docs/protocol.md` lists them."""
 
+import hmac
 import logging
 import re
 import threading
@@ -32,11 +33,13 @@ _MAX_BUFFER_BYTES = 32 << 20
 class PullHandler:
     """Answers requests about the versions on a shelf.
 
-    `local_name` is the name of the Unix socket for receivers on the same machine; None if there is none.
+    `secret` is the key of the tokens with which receivers of one version read from each other. `local_name`
+    is the name of the Unix socket for receivers on the same machine; None if there is none.
     """
 
-    def __init__(self, shelf: Shelf, port: int, local_name: str | None) -> None:
+    def __init__(self, shelf: Shelf, secret: str, port: int, local_name: str | None = None) -> None:
         self._shelf = shelf
+        self._secret = secret.encode()
         self._port = port
         self._local_name = local_name
         self._buffers: dict[int, SharedBlock] = {}  # by connection
@@ -85,10 +88,13 @@ class PullHandler:
 
     def _grant(self, request: Request) -> Response:
         wanted = decode_value(request.body, pull.lease_request_decoder)
-        lease = self._shelf.lease(wanted, min(wanted.wait_s, pull.MAX_WAIT_S), request.connection)
-        if lease is None:
+        wait_s = min(wanted.wait_s, pull.MAX_WAIT_S)
+        found = self._shelf.lease(wanted, wait_s, request.connection, request.host)
+        if found is None:
             return Response(pull.NOTHING)
+        lease, peers = found
         published = lease.held
+        about = f"{lease.name} {published.version} {published.root}".encode()
         logger.debug("lease %s: %s reads version %d", lease.id[:8], lease.receiver, published.version)
         grant = pull.Grant(
             lease=lease.id,
@@ -102,6 +108,8 @@ class PullHandler:
             snapshot=published.is_copy,
             memory=self._local_name,
             port=self._port,
+            peers=peers,
+            peer_token=hmac.digest(self._secret, about, "sha256").hex(),
         )
         return Response(pull.GRANTED, msgpack.encode(grant))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from torchferry.core.leases import Lease, Leases, Reader
-from torchferry.core.pull import LeaseRequest, Result
+from torchferry.core.pull import LeaseRequest, Peer, Result
 from torchferry.engine.published import Published
 from torchferry.errors import LinkBroken, ReadersRemain
 from torchferry.links.shared_memory import SharedBlock
@@ -143,8 +143,12 @@ class Shelf:
 
     # For the threads that answer readers.
 
-    def lease(self, request: LeaseRequest, wait_s: float, connection: int) -> Lease[Published] | None:
-        """Open a lease; None if nothing newer than the requested version came within `wait_s`.
+    def lease(
+        self, request: LeaseRequest, wait_s: float, connection: int, host: str
+    ) -> tuple[Lease[Published], tuple[Peer, ...]] | None:
+        """Open a lease, and return it with the peers that have the version or are getting it.
+
+        None if nothing newer than the requested version came within `wait_s`.
 
         Raises NoSuchVersion if the name or version is not there, and LinkBroken if the source is closed
         or has too many readers.
@@ -154,9 +158,11 @@ class Shelf:
             self._expire()
             while True:
                 now_s = time.monotonic()
-                lease = self._leases.grant(request, secrets.token_hex(16), connection, now_s)
-                if lease is not None or now_s >= deadline_s:
-                    return lease
+                lease = self._leases.grant(request, secrets.token_hex(16), connection, now_s, host)
+                if lease is not None:
+                    return lease, self._leases.peers(lease)
+                if now_s >= deadline_s:
+                    return None
                 self._changed.wait(deadline_s - now_s)
 
     def find(self, lease_id: str, connection: int) -> Lease[Published]:

@@ -183,14 +183,24 @@ class Sink:
         storages = [each.direct[0].storage for each in places]
         if any(storage < 0 or (only_in is not None and storage not in only_in) for storage in storages):
             return None
-        memories = [self._memory(each.direct[0]) for each in places]
+        buffer = self.read(chunk, staging)
+        found = digest(buffer)
+        if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
+            staging.give_back(buffer)
+        return found
+
+    def can_read(self, chunk: Chunk) -> bool:
+        """Return whether every piece of a chunk is copied as it is to some tensor."""
+        return all(self.destinations.of(piece).direct for piece in chunk.pieces)
+
+    def read(self, chunk: Chunk, staging: Staging) -> torch.Tensor:
+        """Return the bytes of a chunk from where they were written: a tensor's memory, or a buffer."""
+        memories = [self._memory(self.destinations.of(piece).direct[0]) for piece in chunk.pieces]
         if len(memories) == 1 and not chunk.pieces[0].repeats:
-            return digest(run_of(memories[0], chunk.pieces[0]))
+            return run_of(memories[0], chunk.pieces[0]).cpu()
         buffer = staging.take(chunk.nbytes)
         gather(memories, chunk.pieces, buffer)
-        found = digest(buffer)
-        staging.give_back(buffer)
-        return found
+        return buffer
 
     def _mark_written(self, chunk: Chunk) -> None:
         self._states[chunk.number] = ChunkState.WRITTEN

@@ -6,7 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
+from torchferry.core.schedule import OVERDUE_S
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
@@ -24,6 +27,9 @@ from torchferry.links.address import Address
 
 logger = logging.getLogger(__name__)
 
+_PEERS = 2
+"""From how many other receivers chunks come at the same time: one that is stopped does not stop this one."""
+
 
 class Sources:
     """All sources that a fetch was given. Threads of the fetch share it; `changed` guards it.
@@ -40,10 +46,15 @@ class Sources:
         tls: ssl.SSLContext | None,
         max_metadata_bytes: int,
         via: Via | None,
+        port_at: Callable[[str], int] | None = None,
     ) -> None:
         self._name = name
         self.changed = threading.Condition()
-        self.all = [RemoteSource(address, tls, max_metadata_bytes, via) for address in addresses]
+        self.all = [
+            RemoteSource(address, tls, max_metadata_bytes, via, port_at=port_at) for address in addresses
+        ]
+        self._peers: list[RemoteSource] = []  # that were not asked yet, the best first
+        self._asked_s = 0.0
         self.unanswered = set(self.all)
         self.wanted = wanted
         self.chosen: Grant | None = None
@@ -66,13 +77,13 @@ class Sources:
     def open_all(self, timeout_s: float) -> None:
         """Ask all sources for a lease, each in a thread."""
         for source in self.all:
-            self.start(self._open, source, timeout_s)
+            self.start(self._open, source, self.wanted, timeout_s)
 
-    def _open(self, source: RemoteSource, timeout_s: float) -> None:
+    def _open(self, source: RemoteSource, wanted: LeaseRequest, timeout_s: float) -> None:
         grant: Grant | None = None
-        error: FerryError = LinkTimeout(f"the source did not have {self.wanted} within {timeout_s:g} s")
+        error: FerryError = LinkTimeout(f"the source did not have {wanted} within {timeout_s:g} s")
         try:
-            grant = source.open(self.wanted, time.monotonic() + timeout_s)
+            grant = source.open(wanted, time.monotonic() + timeout_s)
         except FerryError as failure:
             error = failure
         except Exception as failure:
@@ -114,6 +125,41 @@ class Sources:
                         self.lose(source, PeerError(f"not used: {reason}"))
         return found
 
+    def add_peers(self, grant: Grant, tls: ssl.SSLContext | None) -> None:
+        """Prefer the receivers that a grant names to the sources that were given.
+
+        A source on this machine is better still: its memory takes no link.
+        """
+        given = next(source for source in self.all if source.grant is grant)
+        if grant.peers and not given.is_local():
+            addresses = [
+                Address(peer.host, peer.port, grant.peer_token, given.address.secure) for peer in grant.peers
+            ]
+            self._peers = [RemoteSource(address, tls, 0, "tcp", is_peer=True) for address in addresses]
+
+    def preferred(self) -> list[RemoteSource]:
+        """Return the sources to ask now: up to _PEERS peers if some serve, or else all that were given.
+
+        It is empty while the answer of a peer is due.
+        """
+        now_s, serving = time.monotonic(), self.serving()
+        with self.changed:
+            peers = [each for each in serving if each.is_peer and not each.backoff.rests(now_s)]
+            asked = [each for each in self.unanswered if each.is_peer]
+            for peer in asked if now_s > self._asked_s + OVERDUE_S else ():
+                self.unanswered.discard(peer)
+                self.lose(peer, LinkTimeout("the peer did not answer in time"))
+            while self.chosen is not None and self._peers and len(peers) + len(asked) < _PEERS:
+                peer = self._peers.pop(0)
+                self.all.append(peer)
+                self.unanswered.add(peer)
+                asked.append(peer)
+                self._asked_s = now_s
+                wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
+                self.start(self._open, peer, wanted, OVERDUE_S)
+            due = any(peer in self.unanswered for peer in asked)
+            return peers or ([] if due else [each for each in serving if not each.is_peer] or serving)
+
     def lose(self, source: RemoteSource, error: FerryError) -> None:
         """Give a source up, because of an error."""
         with self.changed:
@@ -138,13 +184,14 @@ class Sources:
 
     def why_none(self, *, is_late: bool) -> FerryError:
         """Return the error for a fetch that no source can serve. `is_late` says that its deadline passed."""
-        errors = [source.error for source in self.all if source.error is not None]
+        given = [source for source in self.all if not source.is_peer]
+        errors = [source.error for source in given if source.error is not None]
         reasons = {each.peer: each.error.what if each.error else "no answer in time" for each in self.all}
         listed = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
         # A version that was granted and is gone is a lost source, not a wrong argument.
         kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
         for kind in (*kinds, LinkTimeout, PeerGaveUp, BadManifest, Corrupted):
-            if len(errors) == len(self.all) and all(isinstance(error, kind) for error in errors):
+            if len(errors) == len(given) and all(isinstance(error, kind) for error in errors):
                 is_listed = len(errors) > 1 and kind is not Corrupted
                 return kind(listed) if is_listed else errors[0]
         if is_late:

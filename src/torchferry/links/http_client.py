@@ -103,6 +103,11 @@ class HttpConnection:
                 if number == len(found):
                     raise
 
+    @property
+    def own_host(self) -> str:
+        """The address of this end."""
+        return str(self._sock.getsockname()[0])
+
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> ResponseHead:
         """Send a request and read the head of its response. `read_into` or `read` then reads the body.
 

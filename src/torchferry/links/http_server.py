@@ -55,7 +55,7 @@ LAST_ANSWERS_S = 0.5
 class Request:
     """A request with the right token. `connection` is the same number for all requests of a connection.
 
-    If it is `local`, it came over the Unix socket.
+    If it is `local`, it came over the Unix socket. Otherwise it came from the address `host`.
     """
 
     method: str
@@ -63,6 +63,7 @@ class Request:
     body: bytes
     connection: int
     local: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class _Connection:
 
     number: int
     sock: socket.socket
-    peer: str
+    host: str
+    port: int
     since_s: float
     handshaking: bool
     is_answering: bool = True
@@ -105,6 +107,11 @@ class _Connection:
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
     )
+
+    @property
+    def peer(self) -> str:
+        """The client, for logs."""
+        return f"{self.host} port {self.port}" if self.host else "a local process"
 
     def next_event(self) -> Any:
         """Read until the parser has an event; a closed connection is an event too."""
@@ -160,8 +167,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listeners = listeners
-        self._token = f"Bearer {token}".encode()
-        self._handler = handler
+        self._handlers = {f"Bearer {token}".encode(): handler}
         self._tls = tls
         self._numbers = count(1)
         self._lock = threading.Condition()
@@ -187,6 +193,14 @@ class HttpServer:
                 self._waker.send(b"\0")
                 self._is_closed = True
         self._watcher.join()
+
+    def add_handler(self, token: str, handler: Handler) -> None:
+        """Serve another handler to those who have another token."""
+        self._handlers = {**self._handlers, f"Bearer {token}".encode(): handler}
+
+    def remove_handler(self, handler: Handler) -> None:
+        """Do not serve a handler any more."""
+        self._handlers = {token: each for token, each in self._handlers.items() if each is not handler}
 
     def disconnect(self, connection: int) -> None:
         """Shut one connection down. Its thread notices, and closes it."""
@@ -275,9 +289,9 @@ class HttpServer:
             except OSError:
                 sock.close()
                 return
-        where = "a local process" if local else f"{peer[0]} port {peer[1]}"
+        host, port = ("", 0) if local else peer[:2]
         handshaking = isinstance(sock, ssl.SSLSocket)
-        guest = _Connection(next(self._numbers), sock, where, time.monotonic(), handshaking)
+        guest = _Connection(next(self._numbers), sock, host, port, time.monotonic(), handshaking)
         self._guests[guest.number] = guest
         self._selector.register(sock, selectors.EVENT_READ, guest)
 
@@ -296,7 +310,7 @@ class HttpServer:
         if not isinstance(event, h11.Request):
             self._dismiss(guest)
             return
-        is_authorized = self._is_authorized(event)
+        is_authorized = self._handler_for(event) is not None
         if not is_authorized or len(self._admitted) >= MAX_CONNECTIONS:
             with suppress(OSError, h11.LocalProtocolError):
                 guest.respond(Response(503) if is_authorized else _UNAUTHORIZED, last=True)
@@ -318,27 +332,33 @@ class HttpServer:
         self._guests.pop(guest.number, None)
         guest.sock.close()
 
-    def _is_authorized(self, request: h11.Request) -> bool:
+    def _handler_for(self, request: h11.Request) -> Handler | None:
+        """Return the handler that a request's token is for; None if the token is wrong or missing."""
         given = [value for name, value in request.headers if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._token)
+        found = [
+            each for token, each in self._handlers.items() if hmac.compare_digest(b"".join(given), token)
+        ]
+        return found[0] if len(given) == 1 and found else None
 
     # Connections with the token: a thread each.
 
     def _serve(self, connection: _Connection, request: Any) -> None:
         """Answer the requests of one connection until it is closed."""
+        used: set[Handler] = set()
         try:
             while isinstance(request, h11.Request):
                 connection.sock.settimeout(SEND_S)
-                if not self._is_authorized(request):
+                handler = self._handler_for(request)
+                if handler is None:
                     connection.respond(_UNAUTHORIZED, last=True)
                     return
+                used.add(handler)
                 body = connection.read_body()
                 method = request.method.decode("ascii", "replace")
                 path = request.target.decode("ascii", "replace")
-                local = connection.sock.family == socket.AF_UNIX
-                asked = Request(method, path, body, connection.number, local)
+                asked = Request(method, path, body, connection.number, not connection.host, connection.host)
                 # A response to HEAD has no body, so it can't have a reason.
-                connection.respond(Response(400) if method == "HEAD" else self._handler.answer(asked))
+                connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
                 connection.parser.start_next_cycle()
                 connection.sock.settimeout(IDLE_S)
                 with self._lock:
@@ -358,7 +378,8 @@ class HttpServer:
                 self._admitted.pop(connection.number, None)
                 self._lock.notify_all()
                 connection.sock.close()
-            self._handler.disconnected(connection.number)
+            for handler in used:
+                handler.disconnected(connection.number)
 
 
 _UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))

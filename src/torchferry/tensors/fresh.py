@@ -18,7 +18,7 @@ import torch
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import Piece
-from torchferry.tensors.memory import DTYPES, Memory, check_room, new_memory, scatter
+from torchferry.tensors.memory import CPU, DTYPES, Memory, check_room, new_memory, scatter
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -56,6 +56,8 @@ class FreshMemory:
     def memory(self, storage: int) -> Memory:
         """Return the memory of a storage; raises StateError if it can't be allocated."""
         if storage not in self._memories:
+            if self.tensors and (number := self._only_tensor[storage]) in self.tensors:
+                return Memory(self.tensors[number].untyped_storage(), 0, CPU)
             self._memories[storage] = new_memory(self._manifest.storages[storage])
         return self._memories[storage]
 

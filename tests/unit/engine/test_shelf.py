@@ -21,8 +21,9 @@ def test_a_live_state_is_withdrawn_only_when_no_thread_reads_it_although_its_lea
     shelf = Shelf(lambda connection: None)
     live = publish({"w": torch.ones(1 << 19)}, 1, Workspace(CPU), SnapshotMemory(), snapshot=False)
     shelf.put("state", live, 1.0, "wait")
-    lease = shelf.lease(LeaseRequest("state", "reader"), 0.0, 1)
-    assert lease is not None
+    found = shelf.lease(LeaseRequest("state", "reader"), 0.0, 1, "127.0.0.1")
+    assert found is not None
+    lease, _ = found
     sent = shelf.read(lease, 0, 2)
     next(sent)
     shelf.finish(lease, Result("failed", "the receiver has no memory"))

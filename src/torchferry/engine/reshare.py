@@ -1,0 +1,143 @@
+"""Resharing: a receiver serves the chunks that it has verified, while it still fetches the rest.
+
+The source names the receivers that do so to those that come later, and these take chunks from each other. So
+the source's link carries the state about once.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from torchferry.core.codec import EncodedManifest
+from torchferry.core.outcome import paths_of
+from torchferry.core.plan import Plan
+from torchferry.core.pull import Grant
+from torchferry.engine.landing import Landing
+from torchferry.engine.published import Published, SnapshotMemory
+from torchferry.engine.serve import PullHandler
+from torchferry.engine.shelf import Shelf
+from torchferry.engine.source import digest, view
+from torchferry.errors import BadArgument
+from torchferry.links.address import listen
+from torchferry.links.forks import close_after_fork
+from torchferry.links.http_server import HttpServer
+from torchferry.links.sockets import close_descriptor
+
+logger = logging.getLogger(__name__)
+
+
+class _Arriving(Published):
+    """A version that this process fetches. A chunk can be read when it was verified and written.
+
+    The tensors belong to the user, who may change them when the fetch is over. Whoever reads them verifies
+    them by the digests of the source.
+    """
+
+    def __init__(
+        self, grant: Grant, encoded: EncodedManifest, plan: Plan, digests: Sequence[int], landing: Landing
+    ) -> None:
+        super().__init__(grant.version, encoded, plan, digests, grant.root, None, None, SnapshotMemory())
+        self._landing = landing
+
+    def read(self, first: int, end: int) -> Iterator[memoryview]:
+        for chunk in self.plan.chunks[first:end]:
+            buffer = self._landing.read(chunk)
+            if buffer is None:
+                return
+            yield view(buffer)
+
+    def changed_paths(self, chunk: int | None = None) -> list[str]:
+        if chunk is None:
+            return []
+        buffer = self._landing.read(self.plan.chunks[chunk])
+        if buffer is not None and digest(buffer) == self.digests[chunk]:
+            return []
+        return paths_of(self.encoded.manifest, self.plan, {chunk})
+
+
+class Resharing:
+    """What one fetch serves to other receivers of the same version: at `server`, or at a server of its own.
+
+    `port` is that of the server.
+    """
+
+    def __init__(self, server: HttpServer | None = None, port: int = 0) -> None:
+        self._server = server
+        self._is_own = server is None
+        self._port = port
+        self._host: str | None = None
+        self._listener: socket.socket | None = None
+        self._handler: PullHandler | None = None
+        self._landing: Landing | None = None
+        self._lock = threading.Lock()
+        self._shelf = Shelf(self._disconnect)
+        close_after_fork(self)
+
+    def port_at(self, host: str) -> int:
+        """Listen at an address of this machine, and return the port; 0 if it listens at another already."""
+        with self._lock:
+            if not self._is_own:
+                return self._port
+            if self._host is None:
+                self._host = host
+                try:
+                    self._listener = listen(host, 0)
+                    self._port = self._listener.getsockname()[1]
+                except BadArgument as error:
+                    logger.warning("chunks are not served to other receivers: %s", error.what)
+            return self._port if self._host == host else 0
+
+    def start(
+        self,
+        name: str,
+        grant: Grant,
+        encoded: EncodedManifest,
+        plan: Plan,
+        digests: Sequence[int],
+        landing: Landing,
+    ) -> None:
+        """Serve what lands from now on, to receivers that know the token of the version."""
+        if not self._port or not grant.peer_token or not landing.can_read_all():
+            return
+        self._landing = landing
+        self._shelf.put(name, _Arriving(grant, encoded, plan, digests, landing), 1.0, "drop")
+        self._handler = PullHandler(self._shelf, grant.peer_token, self._port)
+        if self._server is not None:
+            self._server.add_handler(grant.peer_token, self._handler)
+        elif self._listener is not None:
+            self._server = HttpServer([self._listener], grant.peer_token, self._handler)
+
+    def finish(self, linger_s: float) -> None:
+        """Return at once, and serve those that take chunks now for up to `linger_s` in the background."""
+        if self._handler is None:
+            self.stop()
+        else:
+            threading.Thread(
+                target=self.stop, args=(linger_s,), name="torchferry-reshare", daemon=True
+            ).start()
+
+    def stop(self, linger_s: float = 0.0) -> None:
+        """Stop when nobody takes chunks any more, or after `linger_s`."""
+        if self._landing is not None and not linger_s:
+            self._landing.stop_reading()
+        self._shelf.close(linger_s)
+        if self._landing is not None:
+            self._landing.stop_reading()
+        if self._server is not None and self._handler is not None:
+            self._server.remove_handler(self._handler)
+            if self._is_own:
+                self._server.close(finish_s=0.0)
+        elif self._listener is not None:
+            self._listener.close()
+
+    def close_inherited(self) -> None:
+        """Forget everything in a forked child."""
+        self._shelf.forget()
+        self._landing = None
+        if self._listener is not None:
+            close_descriptor(self._listener)
+
+    def _disconnect(self, connection: int) -> None:
+        if self._server is not None:
+            self._server.disconnect(connection)
