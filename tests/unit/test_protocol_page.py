@@ -151,13 +151,19 @@ def table(heading: str) -> list[list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("message", [pull.LeaseRequest, pull.Grant, pull.Result, pull.Failure])
+MESSAGES = [pull.LeaseRequest, pull.Grant, pull.Peer, pull.InMemory, pull.Result, pull.Failure]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
 def test_the_page_has_the_fields_of_every_message(message: type[msgspec.Struct]) -> None:
     written = [(row[0], row[2]) for row in table(f"**{message.__name__}**")]
-    shown = {"None": "nil", "''": '""', "True": "true", "False": "false", "0.0": "0.0"}
+    shown = {"None": "nil", "''": '""', "True": "true", "False": "false", "()": "[]"}
     fields = msgspec.structs.fields(message)
     assert written == [
-        (field.name, "" if field.default is msgspec.NODEFAULT else shown[repr(field.default)])
+        (
+            field.name,
+            "" if field.default is msgspec.NODEFAULT else shown.get(repr(field.default), repr(field.default)),
+        )
         for field in fields
     ]
 
@@ -165,7 +171,17 @@ def test_the_page_has_the_fields_of_every_message(message: type[msgspec.Struct])
 def test_the_page_has_every_status() -> None:
     section = PAGE.partition("\n## Requests\n")[2].partition("\n## ")[0]
     written = {int(status) for status in re.findall(r"^\| (\d{3}) \|", section, re.MULTILINE)}
-    names = ("OK", "GRANTED", "NOTHING", "BAD_REQUEST", "UNAUTHORIZED", "UNKNOWN", "CHANGED", "LEASE_ENDED")
+    names = (
+        "OK",
+        "GRANTED",
+        "IN_MEMORY",
+        "NOTHING",
+        "BAD_REQUEST",
+        "UNAUTHORIZED",
+        "UNKNOWN",
+        "CHANGED",
+        "LEASE_ENDED",
+    )
     assert written == {getattr(pull, name) for name in (*names, "UNREADABLE")} | {503}
 
 
@@ -190,6 +206,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     assert f"after {pull.LEASE_S:g} s in which the source neither" in PAGE
     assert f"it waits at most {pull.MAX_WAIT_S:g} s" in PAGE
     assert f"sends `alive` every {pull.ALIVE_S:g} s" in PAGE
+    assert f"this version, at most {pull.MAX_PEERS};" in PAGE
     assert f"16 bytes to {pull.MAX_PULL_CHUNK_BYTES >> 20} MiB" in PAGE
     assert pull.PULL_CHUNK_BYTES == 1 << 20, "normally 1 MiB"
 
