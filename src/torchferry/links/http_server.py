@@ -310,10 +310,10 @@ class HttpServer:
         if not isinstance(event, h11.Request):
             self._dismiss(guest)
             return
-        is_authorized = self._handler_for(event) is not None
-        if not is_authorized or len(self._admitted) >= MAX_CONNECTIONS:
+        handler = self._handler_for(event)
+        if handler is None or len(self._admitted) >= MAX_CONNECTIONS:
             with suppress(OSError, h11.LocalProtocolError):
-                guest.respond(Response(503) if is_authorized else _UNAUTHORIZED, last=True)
+                guest.respond(Response(503) if handler else _UNAUTHORIZED, last=True)
             self._dismiss(guest)
             return
         self._selector.unregister(guest.sock)
@@ -321,7 +321,7 @@ class HttpServer:
         with self._lock:
             self._admitted[guest.number] = guest
         name = f"torchferry-http-{guest.number}"
-        threading.Thread(target=self._serve, args=(guest, event), name=name, daemon=True).start()
+        threading.Thread(target=self._serve, args=(guest, event, handler), name=name, daemon=True).start()
 
     def _dismiss(self, guest: _Connection) -> None:
         """Close the connection of a guest, or of one that was admitted and could not get a thread."""
@@ -342,17 +342,14 @@ class HttpServer:
 
     # Connections with the token: a thread each.
 
-    def _serve(self, connection: _Connection, request: Any) -> None:
-        """Answer the requests of one connection until it is closed."""
-        used: set[Handler] = set()
+    def _serve(self, connection: _Connection, request: Any, handler: Handler) -> None:
+        """Answer the requests of one connection, all with the same token, until it is closed."""
         try:
             while isinstance(request, h11.Request):
                 connection.sock.settimeout(SEND_S)
-                handler = self._handler_for(request)
-                if handler is None:
+                if self._handler_for(request) is not handler:
                     connection.respond(_UNAUTHORIZED, last=True)
                     return
-                used.add(handler)
                 body = connection.read_body()
                 method = request.method.decode("ascii", "replace")
                 path = request.target.decode("ascii", "replace")
@@ -378,8 +375,7 @@ class HttpServer:
                 self._admitted.pop(connection.number, None)
                 self._lock.notify_all()
                 connection.sock.close()
-            for handler in used:
-                handler.disconnected(connection.number)
+            handler.disconnected(connection.number)
 
 
 _UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))
