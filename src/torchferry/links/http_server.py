@@ -103,7 +103,7 @@ class _Connection:
     since_s: float
     handshaking: bool
     is_answering: bool = True
-    is_sending: bool = False  # parts of a body, which the handler reads meanwhile
+    is_reading: bool = False  # the handler's state, to send it
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
     )
@@ -143,12 +143,12 @@ class _Connection:
         if response.body:
             self.parser.send_with_data_passthrough(h11.Data(data=response.body))
         if response.buffers is not None:
-            self.is_sending = True
+            self.is_reading = True
             with closing(response.buffers) as buffers:
                 for buffer in buffers:
                     self.sock.sendall(buffer)
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
-            self.is_sending = False
+        self.is_reading = False
         self.parser.send(h11.EndOfMessage())
 
 
@@ -174,6 +174,7 @@ class HttpServer:
         self._guests: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
         self._admitted: dict[int, _Connection] = {}
         self._is_closed = False
+        self._answers_no_more = False
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         for listener in listeners:
@@ -216,10 +217,11 @@ class HttpServer:
             connections = self._admitted.values()
             # A receiver that confirmed gets its answer, even if the source is closed at once.
             self._lock.wait_for(lambda: not any(each.is_answering for each in connections), finish_s)
+            self._answers_no_more = True
             for connection in connections:
                 sockets.shut_down(connection.sock)
             # Nothing of the state is read any more.
-            self._lock.wait_for(lambda: not any(each.is_sending for each in connections), LAST_ANSWERS_S)
+            self._lock.wait_for(lambda: not any(each.is_reading for each in connections), LAST_ANSWERS_S)
 
     def close_inherited(self) -> None:
         """Close the sockets in a forked child, which has none of the threads. Locks may never be released."""
@@ -353,6 +355,11 @@ class HttpServer:
                 body = connection.read_body()
                 method = request.method.decode("ascii", "replace")
                 path = request.target.decode("ascii", "replace")
+                with self._lock:
+                    if self._answers_no_more:
+                        return
+                    # A local client gets chunks that the handler may copy first.
+                    connection.is_reading = not connection.host
                 asked = Request(method, path, body, connection.number, not connection.host, connection.host)
                 # A response to HEAD has no body, so it can't have a reason.
                 connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
