@@ -141,7 +141,7 @@ class _Connection:
                 for buffer in buffers:
                     self.sock.sendall(buffer)
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
-            self.is_sending = False
+        self.is_sending = False
         self.parser.send(h11.EndOfMessage())
 
 
@@ -337,6 +337,8 @@ class HttpServer:
                 path = request.target.decode("ascii", "replace")
                 local = connection.sock.family == socket.AF_UNIX
                 asked = Request(method, path, body, connection.number, local)
+                # The answer to a local client may be a copy of a part of the state.
+                connection.is_sending = local
                 # A response to HEAD has no body, so it can't have a reason.
                 connection.respond(Response(400) if method == "HEAD" else self._handler.answer(asked))
                 connection.parser.start_next_cycle()
