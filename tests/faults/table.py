@@ -143,7 +143,7 @@ response. Where allocations of the receiver fail, it fetches into fresh tensors.
 
 On one machine, chunks come through memory, and the other steps over TCP all the same. There the proxy stands
 on the Unix socket, and the step is the request for the range that has the chunk: the response has no bytes of
-it, only the memory that the receiver copies them from. A response is cut in its head or in its body, and wrong
+it, only the memory that the receiver copies them from. A response is cut in its head or in its body. Wrong
 bytes are in the memory.
 
 In every case, the tests also check that

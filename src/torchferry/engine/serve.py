@@ -88,7 +88,7 @@ class PullHandler:
         lease = self._shelf.lease(wanted, min(wanted.wait_s, pull.MAX_WAIT_S), request.connection)
         if lease is None:
             return Response(pull.NOTHING)
-        published = lease.held
+        published, block = lease.held, lease.held.block
         logger.debug("lease %s: %s reads version %d", lease.id[:8], lease.receiver, published.version)
         grant = pull.Grant(
             lease=lease.id,
@@ -101,7 +101,7 @@ class PullHandler:
             pack_bytes=published.plan.pack_bytes,
             chunks=len(published.plan.chunks),
             snapshot=published.is_copy,
-            memory=self._local_name,
+            memory=None if block is not None and block.shared is None else self._local_name,
             port=self._port,
         )
         return Response(pull.GRANTED, msgpack.encode(grant))
