@@ -18,13 +18,13 @@ FAULTS = {
     "wrong_length": "wrong length of a message",
     "no_memory": "failed allocations",
 }
-"""Of the receiver, a message is a request; of the source, it is a response."""
+"""Of the receiver, a message is a request; of the source, it is a response.
+
+Over memory, wrong bytes of the source are in the memory that comes with the response.
+"""
 
 STEPS = ["connect", "manifest", "digests", "first chunk", "middle chunk", "last chunk", "confirm"]
 CHUNK_STEPS = STEPS[3:6]
-
-PROCESS_FAULTS = ("kill", "stop", "pause", "exit")
-
 
 EARLY_STEPS = STEPS[:3]
 """The steps before the first byte of a tensor."""
@@ -37,6 +37,7 @@ DEADLY_FAULTS = ("kill", "exit")
 class PullCase:
     """One fault of a fetch from one source, or from two of which the other lives.
 
+    `link` is how chunks come: "tcp" or "memory".
     `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case.
     """
 
@@ -44,13 +45,15 @@ class PullCase:
     victim: str
     step: str
     sources: int = 1
+    link: str = "tcp"
     runs_in: str = "faults"
 
     @property
     def name(self) -> str:
         """The id of the test."""
         step = self.step.replace(" ", "_")
-        return f"{self.fault}-{self.victim}-{step}-of-{self.sources}"
+        link = "" if self.link == "tcp" else f"-over-{self.link}"
+        return f"{self.fault}-{self.victim}-{step}-of-{self.sources}{link}"
 
     @property
     def kills_receiver(self) -> bool:
@@ -64,6 +67,15 @@ class PullCase:
         If memory is short, timing decides which allocation fails. The test checks that the error describes
         the local tensors correctly.
         """
+        found = self._errors
+        if self.link == "memory" and self.step == "first chunk":
+            # The fault happens before a byte of the chunk is copied, and other chunks may be there or not.
+            not_torn = {"TornAndLate": "LinkTimeout", "TornAndBroken": "SourcesLost"}
+            found += tuple(not_torn[name] for name in found if name in not_torn)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _errors(self) -> tuple[str, ...]:
         is_early = self.step in EARLY_STEPS
         if self.step == "confirm" or self.fault == "pause":
             return ("",)
@@ -80,7 +92,8 @@ class PullCase:
             return ("SourcesLost",) if self.step == "connect" else ("SourcesLost", "TornAndBroken", "")
         if self.fault in DEADLY_FAULTS:
             return ("SourcesLost",) if is_early else ("TornAndBroken",)
-        if (self.fault, self.victim) == ("wrong_length", "receiver") and not is_early:
+        waits = self.victim == "receiver" or self.link == "memory"
+        if self.fault == "wrong_length" and waits and not is_early:
             # The last attempt at the deadline may succeed.
             return ("TornAndLate", "")
         if self.fault in ("stop", "wrong_length") and is_early:
@@ -132,18 +145,46 @@ _TEST_ALL = {
 }
 
 
-def _case(fault: str, victim: str, step: str, sources: int) -> PullCase:
+_TEST_OVER_MEMORY = {
+    ("kill", "source", "middle chunk", 1),
+    ("kill", "receiver", "first chunk", 1),
+    ("truncated", "source", "last chunk", 1),
+    ("wrong_bytes", "source", "middle chunk", 1),
+    ("no_memory", "receiver", "first chunk", 1),
+}
+_TEST_ALL_OVER_MEMORY = {
+    ("kill", "source", "first chunk", 2),
+    ("stop", "source", "middle chunk", 2),
+    ("stop", "receiver", "first chunk", 1),
+    ("pause", "source", "last chunk", 1),
+    ("exit", "receiver", "middle chunk", 2),
+    ("reset", "source", "first chunk", 1),
+    ("truncated", "receiver", "middle chunk", 1),
+    ("wrong_bytes", "receiver", "first chunk", 2),
+    ("wrong_length", "source", "middle chunk", 2),
+    ("no_memory", "source", "first chunk", 1),
+}
+
+
+def _case(fault: str, victim: str, step: str, sources: int, link: str) -> PullCase:
     key = (fault, victim, step, sources)
-    return PullCase(*key, runs_in="test" if key in _TEST else "test-all" if key in _TEST_ALL else "faults")
+    test, test_all = (_TEST, _TEST_ALL) if link == "tcp" else (_TEST_OVER_MEMORY, _TEST_ALL_OVER_MEMORY)
+    return PullCase(
+        *key, link, runs_in="test" if key in test else "test-all" if key in test_all else "faults"
+    )
 
 
-PULLS = {
-    sources: [
-        _case(fault, victim, step, sources)
+def _cases(sources: int, link: str, steps: list[str]) -> list[PullCase]:
+    return [
+        _case(fault, victim, step, sources, link)
         for fault in FAULTS
         for victim in ("source", "receiver")
-        for step in STEPS
+        for step in steps
     ]
-    for sources in (1, 2)
-}
-"""The cases, by the number of sources."""
+
+
+PULLS = {sources: _cases(sources, "tcp", STEPS) for sources in (1, 2)}
+"""The cases over TCP, by the number of sources."""
+
+PULLS_OVER_MEMORY = {sources: _cases(sources, "memory", CHUNK_STEPS) for sources in (1, 2)}
+"""The cases over memory. All steps but these are over TCP there too."""

@@ -42,7 +42,8 @@ class PullRun:
         self.direct = [source.run(serve_state, LAYER_BYTES, VERSION) for source in self.sources]
         self.baselines = [source.run(Resources.now) for source in self.sources]
         self.proxies = [
-            Proxy(address, partial(self._on_exchange, number)) for number, address in enumerate(self.direct)
+            Proxy(address, partial(self._on_exchange, number), memory=case.link == "memory")
+            for number, address in enumerate(self.direct)
         ]
         self.timeout_s = STOP_S if case.fault == "stop" or self.may_stall else FAR_S
         self.faulty: int | None = None
@@ -132,7 +133,7 @@ class PullRun:
 
     def _is_the_step(self, exchange: Exchange) -> bool:
         if self.case.step in CHUNK_STEPS:
-            return self._chunk in exchange.chunks
+            return self._chunk in exchange.chunks and exchange.is_local == (self.case.link == "memory")
         return exchange.step == self.case.step
 
     @property
@@ -144,14 +145,25 @@ class PullRun:
         self._injected.set()
 
     def _relay_half(self, exchange: Exchange) -> None:
-        """Relay up to the middle of the response, or of the chunk of this step."""
+        """Relay up to the middle of the response, or of the chunk of this step.
+
+        Over memory, the receiver copies chunks after it has the response. So that is cut in its head.
+        """
         exchange.send_request(exchange.request)
         exchange.receive_head()
+        if exchange.is_local:
+            exchange.send_head(exchange.head[: len(exchange.head) // 2])
+            return
         exchange.send_head(exchange.head)
         exchange.relay_body(self._half(exchange))
 
+    def _relay_rest(self, exchange: Exchange) -> None:
+        if exchange.is_local:
+            exchange.send_head(exchange.head[len(exchange.head) // 2 :])
+        exchange.relay_body()
+
     def _half(self, exchange: Exchange) -> int:
-        if self.case.step in CHUNK_STEPS:
+        if self.case.step in CHUNK_STEPS and not exchange.is_local:
             return (self._chunk - exchange.chunks.start) * MIB + MIB // 2
         return exchange.body_bytes // 2
 
@@ -179,7 +191,7 @@ class PullRun:
         else:
             victim.limit_memory(HEADROOM_BYTES)
             self._note()
-        exchange.relay() if is_early else exchange.relay_body()
+        exchange.relay() if is_early else self._relay_rest(exchange)
 
     def _break_response(self, exchange: Exchange) -> None:
         fault = self.case.fault
@@ -192,6 +204,10 @@ class PullRun:
             return
         exchange.send_request(exchange.request)
         exchange.receive_head()
+        if exchange.is_local and fault == "wrong_bytes":
+            self._note()
+            exchange.relay_damaged_memory((self._chunk - exchange.chunks.start) * MIB + MIB // 2)
+            return
         if not exchange.body_bytes:
             # A response without a body: its head is broken.
             half = len(exchange.head) // 2

@@ -141,6 +141,11 @@ confirm), or in the middle of the response (manifest, digests) or of the chunk (
 chunk). Faults of the receiver's messages damage the request, those of the source's messages damage the
 response. Where allocations of the receiver fail, it fetches into fresh tensors.
 
+On one machine, chunks come through memory, and the other steps over TCP all the same. There the proxy stands
+on the Unix socket, and the step is the request for the range that has the chunk: the response has no bytes of
+it, only the memory that the receiver copies them from. A response is cut in its head or in its body. Wrong
+bytes are in the memory.
+
 In every case, the tests also check that
 
 - the error is a `FerryError` and the builtin that fits, and describes the local tensors correctly;
@@ -161,6 +166,16 @@ def _pull() -> Iterator[str]:
     yield from _pull_faults(
         "Two sources, of which the other lives",
         pull_cases.PULLS[2],
+        "test_a_fault_of_one_of_two_sources_does_not_fail_the_fetch",
+    )
+    yield from _pull_faults(
+        "One source, over memory",
+        pull_cases.PULLS_OVER_MEMORY[1],
+        "test_a_fault_with_one_source_ends_in_a_typed_error_or_the_exact_state",
+    )
+    yield from _pull_faults(
+        "Two sources, of which the other lives, over memory",
+        pull_cases.PULLS_OVER_MEMORY[2],
         "test_a_fault_of_one_of_two_sources_does_not_fail_the_fetch",
     )
 

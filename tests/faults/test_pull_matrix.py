@@ -1,4 +1,4 @@
-"""Faults at exact steps of a fetch of 16 MiB between real processes, with one source and with two."""
+"""Faults at exact steps of a fetch of 16 MiB between real processes, over TCP and over memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.controller import wait_until
-from tests.faults.pull_cases import PULLS, PullCase
+from tests.faults.pull_cases import PULLS, PULLS_OVER_MEMORY, PullCase
 from tests.faults.pull_run import FAR_S, VERSION, PullRun
 from tests.faults.test_matrix import DETECTION_S, LATE_S, MARKS
 from tests.support.pull import PATHS, FetchResult, is_idle, reader_states
@@ -69,6 +69,11 @@ def assert_result(run: PullRun, result: FetchResult) -> None:
     assert result.version == VERSION
     assert result.report is not None
     assert result.report.verified
+    # A process without memory can't map any, and a dead one has no Unix socket.
+    for number, proxy in enumerate(run.proxies):
+        report = result.report.sources[proxy.peer]
+        if report.bytes and (case.fault != "no_memory" and run.sources[number].alive):
+            assert (report.via, bool(report.why_tcp)) == (case.link, case.link == "tcp")
     # Who says that the source knows must not be wrong.
     assert result.report.confirmed == (result.warnings == [])
     if result.report.confirmed:
@@ -107,11 +112,11 @@ def assert_case(run: PullRun) -> None:
     assert_all_are_usable(run, result)
 
 
-@parametrized_by(PULLS[1])
+@parametrized_by(PULLS[1] + PULLS_OVER_MEMORY[1])
 def test_a_fault_with_one_source_ends_in_a_typed_error_or_the_exact_state(run: PullRun) -> None:
     assert_case(run)
 
 
-@parametrized_by(PULLS[2])
+@parametrized_by(PULLS[2] + PULLS_OVER_MEMORY[2])
 def test_a_fault_of_one_of_two_sources_does_not_fail_the_fetch(run: PullRun) -> None:
     assert_case(run)

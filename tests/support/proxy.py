@@ -1,22 +1,34 @@
-"""A TCP proxy between a receiver and a source that knows HTTP well enough to damage a chosen exchange.
+"""A proxy between a receiver and a source that knows HTTP well enough to damage a chosen exchange.
 
 Every request of the receiver becomes an `Exchange`, which a test may relay in parts, change, or break. By
 default it is relayed as it is. If one side ends its connection, the proxy ends the other.
+
+With `memory`, the proxy also stands between them on the Unix socket: it changes grants, so that the receiver
+takes the proxy for a source on the same machine, and relays the descriptors of memory.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Self
 
+import msgspec
+import torch
+
+from torchferry.links import sockets
 from torchferry.links.address import Address, parse_address
+from torchferry.links.shared_memory import SharedBlock, close_all
 
 _PIECE_BYTES = 64 << 10
 _CHUNKS = re.compile(r"/chunks/(\d+)-(\d+)$")
@@ -36,6 +48,8 @@ class Exchange:
         self.method, self.path = request.split(b"\r\n", 1)[0].decode("ascii").split()[:2]
         self.head = b""
         """The head of the response, once it was received."""
+        self.is_local = client.family == socket.AF_UNIX
+        self._descriptors: list[int] = []
         self._left_bytes = 0
 
     @property
@@ -56,8 +70,45 @@ class Exchange:
         """Relay the request and the response."""
         self.send_request(self.request)
         self.receive_head()
+        if self.step == "connect" and self._proxy.local_name is not None:
+            self._relay_grant(self._proxy.local_name)
+            return
         self.send_head(self.head)
         self.relay_body()
+
+    def _relay_grant(self, local_name: str) -> None:
+        """Relay a grant that names the proxy instead of the source."""
+        body = self._receive_body()
+        if self.head.startswith(b"HTTP/1.1 201"):
+            grant = msgspec.msgpack.decode(body)
+            self._proxy.source_name = grant["memory"]
+            port = parse_address(self._proxy.address).port
+            body = msgspec.msgpack.encode({**grant, "memory": local_name, "port": port})
+        self._send(_LENGTH.sub(lambda found: found[1] + str(len(body)).encode(), self.head) + body)
+
+    def relay_damaged_memory(self, place: int) -> None:
+        """Relay a response with other memory, in which the byte `place` bytes behind the start differs."""
+        body = self._receive_body()
+        place += msgspec.msgpack.decode(body)["offset"]
+        with mmap.mmap(self._descriptors[0], 0, access=mmap.ACCESS_READ) as memory:
+            damaged = SharedBlock(len(memory))
+            damaged.tensor.copy_(torch.frombuffer(bytearray(memory[:]), dtype=torch.uint8))
+        damaged.tensor[place] ^= 0xFF
+        self.respond(self.head + body, [damaged.descriptor])
+
+    def respond(self, response: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a response of the test with copies of descriptors, instead of that of the source."""
+        self._forget_descriptors()
+        self._descriptors = [os.dup(descriptor) for descriptor in descriptors]
+        self._send(response)
+
+    def _receive_body(self) -> bytes:
+        body = b""
+        while len(body) < self._left_bytes:
+            self._wait()
+            body += self._receive(self._left_bytes - len(body))
+        self._left_bytes = 0
+        return body
 
     def send_request(self, request: bytes) -> None:
         """Send a request to the source."""
@@ -133,11 +184,26 @@ class Exchange:
             readable, writable, _ = select.select([self._client], [self._client], [], 0.02)
             if readable or self._proxy.closed.is_set():
                 raise Ended
-            if writable:
+            if writable and self._descriptors:
+                rest = rest[socket.send_fds(self._client, [rest], self._descriptors) :]
+                self._forget_descriptors()
+            elif writable:
                 rest = rest[self._client.send(rest) :]
 
+    def close(self) -> None:
+        """Close the descriptors that were not relayed."""
+        self._forget_descriptors()
+
+    def _forget_descriptors(self) -> None:
+        close_all(self._descriptors)
+        self._descriptors = []
+
     def _receive(self, nbytes: int) -> bytes:
-        data = self._server.recv(nbytes)
+        if self.is_local:
+            data, descriptors, _, _ = socket.recv_fds(self._server, nbytes, 1, socket.MSG_CMSG_CLOEXEC)
+            self._descriptors += descriptors
+        else:
+            data = self._server.recv(nbytes)
         if not data:
             raise Ended
         return data
@@ -159,7 +225,8 @@ class Proxy:
     """Relays connections to the source at an address. `address` names the proxy, with the same token.
 
     `on_exchange` is called instead of `Exchange.relay`, in the thread of the connection. `rate` is the most
-    bytes of bodies per second that a connection relays; None for no limit. `requests` lists the steps.
+    bytes of bodies per second that a connection relays; None for no limit. `requests` lists the steps. With
+    `memory`, chunks come through memory.
     """
 
     def __init__(
@@ -167,6 +234,7 @@ class Proxy:
         address: str,
         on_exchange: Callable[[Exchange], None] = Exchange.relay,
         rate: float | None = None,
+        memory: bool = False,
     ) -> None:
         self.target = parse_address(address)
         self.on_exchange = on_exchange
@@ -176,6 +244,14 @@ class Proxy:
         self.errors: list[BaseException] = []
         self.closed = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listeners = [self._listener]
+        self.source_name: str | None = None
+        """The name of the source's Unix socket, once a grant was relayed."""
+        self.local_name: str | None = None
+        """The name of the proxy's Unix socket."""
+        if memory:
+            self.local_name = secrets.token_hex(16)
+            self._listeners.append(sockets.listen_locally(self.local_name))
         port = self._listener.getsockname()[1]
         self.address = Address("127.0.0.1", port, self.target.token).url
         self.peer = f"127.0.0.1:{port}"
@@ -187,7 +263,8 @@ class Proxy:
     def refuse(self) -> None:
         """Refuse connections from now on."""
         self._stop_accepting()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def vanish(self) -> None:
         """Answer no more connections, as if packets to this address were lost."""
@@ -220,15 +297,15 @@ class Proxy:
 
     def _accept(self) -> None:
         while self._accepts:
-            if select.select([self._listener], [], [], 0.01)[0]:
-                client, _ = self._listener.accept()
+            for listener in select.select(self._listeners, [], [], 0.01)[0]:
+                client, _ = listener.accept()
                 thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            server = socket.create_connection((self.target.host, self.target.port), 5.0)
+            server = self._connect(client.family == socket.AF_UNIX)
         except OSError:
             # There is no source any more.
             self.refuse()
@@ -242,11 +319,25 @@ class Proxy:
                 while (request := self._read_request(client, server)) is not None:
                     exchange = Exchange(self, client, server, request)
                     self.requests.append(exchange)
-                    self.on_exchange(exchange)
+                    with closing(exchange):
+                        self.on_exchange(exchange)
             except (Ended, OSError):
                 pass
             except BaseException as error:
                 self.errors.append(error)
+
+    def _connect(self, is_local: bool) -> socket.socket:
+        """Connect to the source; raises OSError."""
+        if not is_local:
+            return socket.create_connection((self.target.host, self.target.port), 5.0)
+        assert self.source_name is not None, "a grant was relayed"
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            sockets.connect_locally(server, self.source_name)
+        except OSError:
+            server.close()
+            raise
+        return server
 
     def _read_request(self, client: socket.socket, server: socket.socket) -> bytes | None:
         """Return the next request; None if one side closed its connection or the proxy was closed."""

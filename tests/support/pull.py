@@ -113,10 +113,11 @@ def is_idle(baseline: Resources) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """The threads of torchferry and the number of descriptors of this process."""
+    """The threads of torchferry, the descriptors, and the mappings of shared memory of this process."""
 
     threads: frozenset[str]
     descriptors: int
+    mappings: int
 
     @classmethod
     def now(cls) -> Resources:
@@ -125,6 +126,7 @@ class Resources:
         return cls(
             frozenset(name for name in names if name.startswith("torchferry")),
             len(list(Path("/proc/self/fd").iterdir())),
+            Path("/proc/self/maps").read_text().count("memfd:torchferry"),
         )
 
     def wait_for_return(self, patience_s: float = 1.5) -> str:
@@ -133,10 +135,11 @@ class Resources:
         while True:
             now = Resources.now()
             more = sorted(now.threads - self.threads)
-            if not more and now.descriptors <= self.descriptors:
+            descriptors, mappings = now.descriptors - self.descriptors, now.mappings - self.mappings
+            if not more and descriptors <= 0 and mappings <= 0:
                 return ""
             if time.monotonic() > limit_s:
-                return f"threads {more}, {now.descriptors - self.descriptors} more descriptors"
+                return f"threads {more}, {descriptors} more descriptors, {mappings} more mappings"
             time.sleep(0.01)
 
 

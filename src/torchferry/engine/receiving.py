@@ -218,14 +218,14 @@ class Receiving:
 
     def _recover(self, lane: _Lane, grant: Grant | None, error: LinkError) -> None:
         """Take back what a lane did not deliver; raises if its source is given up."""
-        source, is_overdue = lane.source, lane.is_overdue
+        source = lane.source
         self._give_up(lane)
+        is_overdue, lane.is_overdue = lane.is_overdue, False
         self._raise_if_over()
         if isinstance(error, MemoryUnusable):
             source.give_memory_up(error)
             return
         with self._changed:
-            lane.is_overdue = False
             source.report.failures.append(error.what)
             if is_overdue:
                 source.backoff.overdue(time.monotonic())

@@ -233,12 +233,12 @@ class RemoteSource:
         """Ask for a range of chunks. The caller then reads `nbytes` bytes."""
         path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
         head = connection.request("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
-        if head.status == pull.IN_MEMORY:
+        if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
             try:
                 connection.map_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
-            except OSError as failure:
-                raise MemoryUnusable(failure.strerror or str(failure)) from None
+            except (OSError, BadManifest) as failure:
+                raise MemoryUnusable(getattr(failure, "strerror", None) or str(failure)) from None
             return
         if head.status != pull.OK:
             error = _error_of(head.status, connection.read(min(head.nbytes, _MAX_ANSWER_BYTES)))

@@ -93,7 +93,7 @@ class PullHandler:
         if found is None:
             return Response(pull.NOTHING)
         lease, peers = found
-        published = lease.held
+        published, block = lease.held, lease.held.block
         about = f"{lease.name} {published.version} {published.root}".encode()
         logger.debug("lease %s: %s reads version %d", lease.id[:8], lease.receiver, published.version)
         grant = pull.Grant(
@@ -106,7 +106,7 @@ class PullHandler:
             pack_bytes=published.plan.pack_bytes,
             chunks=len(published.plan.chunks),
             snapshot=published.is_copy,
-            memory=self._local_name,
+            memory=None if block is not None and block.shared is None else self._local_name,
             port=self._port,
             peers=peers,
             peer_token=hmac.digest(self._secret, about, "sha256").hex(),

@@ -56,6 +56,7 @@ class HttpConnection:
         local: str | None = None,
     ) -> None:
         self.address = address
+        self.is_local = local is not None
         self._local = local
         self._descriptors: list[int] = []
         self._memory: tuple[Mapping, tuple[int, int]] | None = None  # with the file's device and number
@@ -145,6 +146,9 @@ class HttpConnection:
             return self._sock.recv(READ_BYTES)
         data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         self._descriptors += descriptors
+        # One is enough. A source that sends more must not exhaust those of this process.
+        close_all(self._descriptors[1:])
+        del self._descriptors[1:]
         return data
 
     def map_memory(self, offset: int, nbytes: int) -> None:

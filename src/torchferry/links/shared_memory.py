@@ -5,6 +5,7 @@ sealed: it can't shrink under a reader, and only the process that created it can
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -58,9 +59,13 @@ class SharedBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
+        # Such memory belongs to no process. If it runs out, the kernel ends others before this one.
+        if nbytes > _available_bytes():
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are not available")
         self.descriptor = os.memfd_create("torchferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False
+        close_after_fork(self)  # before what takes long, as another thread may fork meanwhile
         # Without this, a lack of memory would end the process when it first writes.
         os.posix_fallocate(self.descriptor, 0, nbytes)
         mapping = Mapping(self.descriptor, nbytes, writable=True)
@@ -69,11 +74,16 @@ class SharedBlock:
         block.mapping = mapping  # type: ignore[attr-defined]
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(block, dtype=torch.uint8)
-        close_after_fork(self)
 
     def close_inherited(self) -> None:
         """Close the descriptor in a forked child."""
         self._close()
+
+
+def _available_bytes() -> int:
+    """Return how much memory the kernel can give out, as it estimates."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def map_received(descriptor: int) -> Mapping:

@@ -40,7 +40,8 @@ def connect_locally(sock: socket.socket, name: str) -> None:
     try:
         sock.connect(_abstract(name))
     except ConnectionRefusedError:
-        raise ConnectionError("the source is on another host or in another network namespace") from None
+        where = "on another host, in another network namespace, or closed"
+        raise ConnectionError(f"the source is {where}") from None
     if user_of(sock) != os.geteuid():
         raise ConnectionError(f"the source runs as user {user_of(sock)}, this process as {os.geteuid()}")
 

@@ -161,8 +161,8 @@ WAITING: dict[str, Answer] = {
 
 # Grants that lie.
 
-NUMBERS = ("version", "payload_bytes", "chunk_bytes", "pack_bytes", "chunks")
-DIGESTS = ("lease", "root", "metadata")
+NUMBERS = ("version", "payload_bytes", "chunk_bytes", "pack_bytes", "chunks", "port")
+DIGESTS = ("lease", "root", "metadata", "memory")
 FLAGS = ("snapshot",)
 
 
