@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # Options for the commands: make test PYTEST_ARGS="-k tied -x", make demo DEMO_ARGS="--workers 6",
 # make bench BENCH_ARGS="--size small --work 'big-*' --report out.html",
-# make bench-cluster BENCH_CLUSTER_ARGS="--repeats 9 --json out.json".
+# make bench-cluster BENCH_CLUSTER_ARGS="--work 'fan-out*' --repeats 9".
 PYTEST_ARGS ?=
 # For test-torch: make test-torch TORCH=2.15.0
 TORCH ?= 2.13.0
@@ -40,7 +40,7 @@ bench-docs: $(READY) ## run both benchmarks in full and write docs/benchmarks.md
 	  $(BIN)/python -m benchmarks --from "$$folder/bench.json" --from "$$folder/cluster.json" \
 	    --markdown docs/benchmarks.md
 
-bench-cluster: $(READY) ## measure one to six receivers on seven hosts (network namespaces) with 1 Gbit/s links; needs root
+bench-cluster: $(READY) ## measure several receivers and sources on seven hosts (network namespaces) with 1 Gbit/s links; needs root
 	@$(BIN)/python -m benchmarks cluster $(BENCH_CLUSTER_ARGS)
 
 test: $(READY) ## run the quick tests, in about three minutes

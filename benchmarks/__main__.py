@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -27,6 +27,12 @@ _LOG_COLUMNS = 132
 # This command, which has just imported torch, and little else.
 _IDLE_LOAD = 1.0
 
+WorkOption = Annotated[
+    list[str] | None, typer.Option(help="Run only workloads that match, such as 'big-*'. Repeatable.")
+]
+SystemOption = Annotated[
+    list[str] | None, typer.Option(help="Run only systems that match, such as 'torch*'. Repeatable.")
+]
 SizeOption = Annotated[Size, typer.Option(help="The size of the states. Targets apply to full.")]
 RepeatsOption = Annotated[
     int | None, typer.Option(min=1, max=1000, help="The number of rounds after the warm-up.")
@@ -36,12 +42,8 @@ ReportOption = Annotated[Path | None, typer.Option(help="Write one HTML page wit
 
 
 def local(
-    work: Annotated[
-        list[str] | None, typer.Option(help="Run only workloads that match, such as 'big-*'. Repeatable.")
-    ] = None,
-    system: Annotated[
-        list[str] | None, typer.Option(help="Run only systems that match, such as 'torch*'. Repeatable.")
-    ] = None,
+    work: WorkOption = None,
+    system: SystemOption = None,
     size: SizeOption = Size.FULL,
     repeats: RepeatsOption = None,
     json: JsonOption = None,
@@ -82,15 +84,16 @@ def local(
                 systems=choose(system or (), list(SYSTEMS), "system"),
                 repeats=repeats or size.repeats,
             )
-            words = [word for one in work or () for word in ("--work", one)]
-            words += [word for one in system or () for word in ("--system", one)]
-            results = _measure(plan, _command_line("--size", size, *words, repeats=repeats), console)
+            command = _command_line("--size", size, work=work, system=system, repeats=repeats)
+            results = _measure(plan, command, console)
         # Under torchrun, only one rank has the results.
         if results is not None:
             _show(results, console, json, report, markdown)
 
 
 def cluster(
+    work: WorkOption = None,
+    system: SystemOption = None,
     size: SizeOption = Size.FULL,
     repeats: RepeatsOption = None,
     hosts: Annotated[
@@ -99,7 +102,7 @@ def cluster(
     json: JsonOption = None,
     report: ReportOption = None,
 ) -> None:
-    """Measure on a cluster how the time grows with the number of receivers.
+    """Measure on a cluster: several receivers, several sources, and receivers that fail.
 
     Builds hosts with links of 1 Gbit/s from network namespaces on this machine, and removes them afterwards.
     Needs Linux, root and iproute2; the exit code is 2 if one of them is missing, and 0 if torchferry
@@ -113,9 +116,15 @@ def cluster(
                 "Transfers to many hosts need most of its cores, and will be slower than on an idle machine.",
                 highlight=False,
             )
-        chosen = tuple(one.name for one in cluster_workloads(size, hosts))
-        plan = Plan(size, chosen, tuple(SYSTEMS), repeats or size.cluster_repeats, hosts)
-        command = _command_line("cluster", "--size", size, "--hosts", str(hosts), repeats=repeats)
+        plan = Plan(
+            size=size,
+            workloads=choose(work or (), [one.name for one in cluster_workloads(size, hosts)], "workload"),
+            systems=choose(system or (), list(SYSTEMS), "system"),
+            repeats=repeats or size.cluster_repeats,
+            hosts=hosts,
+        )
+        words = ("cluster", "--size", size, "--hosts", str(hosts))
+        command = _command_line(*words, work=work, system=system, repeats=repeats)
         results = _measure(plan, command, console)
         assert results is not None, "only torchrun has ranks without results"
         _show(results, console, json, report)
@@ -140,13 +149,17 @@ def _errors_printed() -> Iterator[Console]:
     raise typer.Exit(code)
 
 
-def _command_line(*words: str, repeats: int | None) -> str:
+def _command_line(
+    *words: str, work: Sequence[str] | None, system: Sequence[str] | None, repeats: int | None
+) -> str:
     """Return the command that measures the same, without the files that it wrote.
 
-    >>> _command_line("--size", "small", "--work", "big-*", repeats=3)
+    >>> _command_line("--size", "small", work=["big-*"], system=None, repeats=3)
     "python -m benchmarks --size small --work 'big-*' --repeats 3"
     """
-    given = [] if repeats is None else ["--repeats", str(repeats)]
+    given = [word for one in work or () for word in ("--work", one)]
+    given += [word for one in system or () for word in ("--system", one)]
+    given += [] if repeats is None else ["--repeats", str(repeats)]
     return shlex.join(["python", "-m", "benchmarks", *words, *given])
 
 

@@ -14,9 +14,16 @@ from benchmarks.tables import Table, target_table, workload_table
 
 _METHOD = """\
 Rank 0 sends, the other ranks receive. Each rank is a process. All ranks start together after a barrier. A
-round ends when the last rank is done. Systems are interleaved, in a new order in every round, so that a
+round ends when the last rank is done; if a receiver sleeps, is stopped or is killed, when the others are
+done. Systems are interleaved, in a new order in every round, so that a
 disturbance of the machine affects all systems alike. The first round is a warm-up and does not count. A
 system that needs more than eight seconds for its warm-up is not repeated; its warm-up is then its one round.
+
+A version that is fetched was published before the round, so the time is that of `fetch`, from call to return.
+`publish` has rows of its own; its receiver fetches every version, and only the time of `publish` counts. A
+fetch in place has `compare=False`: its target was overwritten before the round, so a comparison would only
+take time. Only where the receiver has the state already, its target is not overwritten, and fetch has
+`compare=True`.
 
 After each round, outside the timed part, every received tensor is compared with the sent tensor by 128-bit
 digests of its bits. Memory that is received into is overwritten with a pattern before each round.
@@ -27,7 +34,7 @@ quartiles. The rate is the state's bytes, to all receivers together, divided by 
 
 Bytes on the wire are what the kernel counts on the TCP sockets of the busiest receiver. Peak memory is the
 largest growth of a process's resident memory, in the round or in the warm-up; memory for a state that is
-received fresh is included."""
+received fresh is included, and so is a snapshot of the source that a receiver maps."""
 _STYLE = """
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 0.875rem; }

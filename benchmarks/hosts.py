@@ -62,6 +62,7 @@ class Host:
     namespace: str
     address: str
     interface: str = "eth0"
+    rate_mbit: int = GIGABIT
 
     def enter(self) -> None:
         """Move the calling thread, and all threads and processes that it starts later, to this host.
@@ -75,6 +76,20 @@ class Host:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), self.namespace)
+
+    @contextlib.contextmanager
+    def limited(self, rate_mbit: int) -> Iterator[None]:
+        """Limit what this host sends to `rate_mbit` Mbit/s, until the block ends. What it receives is as fast
+        as before.
+
+        Raises:
+            ClusterError: the limit can't be set.
+        """
+        _limit(self.namespace, self.interface, rate_mbit)
+        try:
+            yield
+        finally:
+            _limit(self.namespace, self.interface, self.rate_mbit)
 
 
 @contextlib.contextmanager
@@ -147,7 +162,9 @@ def _build(prefix: str, count: int, rate_mbit: int) -> list[Host]:
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", switch, "link", "set", "bridge", "up")
-    hosts = [Host(f"{prefix}-h{number}", f"10.0.0.{number + 1}") for number in range(count)]
+    hosts = [
+        Host(f"{prefix}-h{number}", f"10.0.0.{number + 1}", rate_mbit=rate_mbit) for number in range(count)
+    ]
     for number, host in enumerate(hosts):
         port = f"port{number}"
         _run("ip", "netns", "add", host.namespace)
@@ -168,7 +185,7 @@ def _build(prefix: str, count: int, rate_mbit: int) -> list[Host]:
 def _limit(namespace: str, interface: str, rate_mbit: int) -> None:
     shape = ("rate", f"{rate_mbit}mbit", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms")
     try:
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape)
+        _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
     except ClusterError as refusal:
         raise ClusterError(f"{refusal}. If the kernel has no tbf queue, try `modprobe sch_tbf`") from None
 

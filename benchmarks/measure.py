@@ -245,7 +245,7 @@ def _worker_main(
         # As torchrun does: with more threads, the ranks would compete for the cores.
         torch.set_num_threads(1)
         _join(rank, plan.ranks, folder, host)
-        run(plan, folder, channel.send)
+        run(plan, folder, channel.send, host)
         # The first worker to exit closes connections that others may still need.
         dist.barrier()
         channel.send(_Finished())

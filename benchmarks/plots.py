@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -16,7 +16,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from benchmarks.results import Measurement, Quartiles, Results, WorkloadInfo
 from benchmarks.tables import format_binary, format_bytes, format_rate, format_seconds
-from benchmarks.workloads import UNVERIFIED
 
 _SETTINGS: Any = {
     # The same results give the same file: ids are not random, and text stays text.
@@ -133,18 +132,18 @@ def _curves(results: Results, workload: WorkloadInfo, measured: Sequence[Measure
     points = [(one, value) for one in measured if (value := values(one)) is not None and one.x is not None]
     figure = Figure(figsize=(_WIDTH_IN, 3.6))
     axes = figure.add_subplot()
+    styles = {kind: cycle(("-", "--", "-.")) for kind in _COLORS} | {"limit": cycle((":",))}
     for name in dict.fromkeys(one.system for one, _ in points):
         system = results.system(name)
         curve = [(one.x or 0.0, value) for one, value in points if one.system == name]
         below = [value.median - value.q1 for _, value in curve]
         above = [value.q3 - value.median for _, value in curve]
-        style = "--" if name == UNVERIFIED else ":" if system.kind == "limit" else "-"
         axes.errorbar(
             [x for x, _ in curve],
             [value.median for _, value in curve],
             yerr=[below, above],
             color=_COLORS[system.kind],
-            linestyle=style,
+            linestyle=next(styles[system.kind]),
             marker=".",
             label=system.title,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,9 @@ T = TypeVar("T")
 # Ranks that a case does not use wait this long. gloo reports a dead process at once.
 IDLE_TIMEOUT = timedelta(hours=2)
 _SHOWN_PATHS = 3
+# A receiver is stopped when it has begun to receive.
+_STOP_AFTER_S = 0.05
+_STOP = 'sleep "$1"; kill -STOP "$3"; sleep "$2"; kill -CONT "$3"'
 _SHOWN_CHARACTERS = 200
 
 
@@ -91,30 +96,34 @@ def run_round(group: RankGroup, rank: int, case: Case, session: Session, expecte
     Raises:
         RuntimeError: another rank has died.
     """
-    if session.target is not None:
+    if session.target is not None and not case.unchanged:
         poison(session.target)
     gc.collect()
     group.wait()
     start_bytes = machine.reset_peak()
     received_before = machine.received_bytes()
-    if case.asleep_s and rank == case.receivers:
+    if case.asleep_s and rank == case.last:
         time.sleep(case.asleep_s)
+    stopper = _stop_soon(case.stopped_s) if case.stopped_s and rank == case.last else None
     start_s = time.perf_counter()
-    received, problem = attempt(session.send if rank == SENDER else session.receive)
+    received, problem = attempt(session.send if case.sends(rank) else session.receive)
     seconds = time.perf_counter() - start_s
+    if stopper is not None:
+        stopper.wait()
     if problem is not None:
         return RankReport(problem=problem)
     wire_bytes = machine.received_between(received_before, machine.received_bytes())
     peak_bytes = machine.peak_since(start_bytes)
-    if rank != SENDER:
+    if not case.sends(rank) and not (case.killed and rank == case.last):
         problem = _compare(expected, received)
     return RankReport(seconds, wire_bytes, peak_bytes, session.phases(), problem)
 
 
 def combine(case: Case, reports: Sequence[RankReport], *, wired: bool) -> Round:
     """Combine the reports of a case's ranks. The round ends when the last timed rank is done."""
-    wires = [report.wire_bytes for report in reports[1:] if report.wire_bytes is not None]
-    phases = {"send": reports[SENDER].phases_s, "receive": reports[1].phases_s}
+    received = reports[case.sources :]
+    wires = [report.wire_bytes for report in received if report.wire_bytes is not None]
+    phases = {"send": reports[SENDER].phases_s, "receive": received[0].phases_s}
     return Round(
         seconds=max(reports[rank].seconds for rank in case.timed or range(len(reports))),
         wire_bytes=max(wires, default=None) if wired else None,
@@ -135,6 +144,11 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, str | None]:
         line = str(error).strip().partition("\n")[0]
         shown = line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…"
         return None, f"{type(error).__name__}: {shown}"
+
+
+def _stop_soon(stopped_s: float) -> subprocess.Popen[bytes]:
+    """Start a process that stops this one by SIGSTOP, and continues it after `stopped_s`."""
+    return subprocess.Popen(["sh", "-c", _STOP, "sh", str(_STOP_AFTER_S), str(stopped_s), str(os.getpid())])
 
 
 def _compare(expected: LeafDigests, received: object) -> str | None:

@@ -1,11 +1,12 @@
 """The measuring loop, the same on every rank: systems are interleaved, in a new order in every round.
 
-So a disturbance of the machine affects all systems alike. On a cluster, where targets compare cases, cases
+So a disturbance of the machine affects all systems alike. Where targets compare cases, as on a cluster, cases
 are interleaved too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import torch.distributed as dist
 
+from benchmarks.hosts import Host
 from benchmarks.results import Measurement, Round
 from benchmarks.rounds import RankGroup, RankReport, attempt, combine, run_round, share
 from benchmarks.states import LeafDigests, State, StateSpec, digest_leaves
@@ -28,6 +30,7 @@ from benchmarks.workloads import Case, Size, Workload, cluster_workloads, worklo
 # torch's PGTransport needs half a minute for 40 GB, and several times that on a busy machine.
 _LOCAL_TIMEOUT_S = 300.0
 _CLUSTER_TIMEOUT_S = 60.0
+_LOOPBACK = "127.0.0.1"
 # A system that needs longer for its warm-up is not repeated; the warm-up is then its one round.
 _SLOW_S = 8.0
 
@@ -92,18 +95,23 @@ Event = Started | RoundDone | Measured | Skipped
 Emit = Callable[[Event], None]
 
 
-def run(plan: Plan, folder: Path, emit: Emit) -> None:
-    """Run the plan on this rank of the default process group. Only the sender emits events.
+def run(plan: Plan, folder: Path, emit: Emit, host: Host | None = None) -> None:
+    """Run the plan on this rank of the default process group, and on a cluster on this host.
+
+    Only the sender emits events.
 
     Raises:
+        ClusterError: the rate of a link can't be limited.
         RuntimeError: another rank has died.
     """
-    runner = _Runner(plan, folder, emit)
+    runner = _Runner(plan, folder, emit, host)
     for workload in plan.chosen():
         cases = [case for case in workload.cases if runner.has_ranks_for(case)]
-        # On a cluster, the cases of a workload are compared with each other.
-        for batch in [cases] if plan.hosts else [[case] for case in cases]:
-            runner.run_batch(workload, batch, workload.name if plan.hosts else batch[0].name)
+        # On a cluster, the cases of a workload are always compared with each other.
+        together = plan.hosts > 0 or workload.interleaved
+        with runner.links_limited(workload):
+            for batch in [cases] if together else [[case] for case in cases]:
+                runner.run_batch(workload, batch, workload.name if together else batch[0].name)
 
 
 @dataclass
@@ -125,7 +133,7 @@ class _Entry:
 
     @property
     def ranks(self) -> int:
-        return self.case.receivers + 1
+        return self.case.ranks
 
     def add(self, done: Round) -> None:
         """Add a round. Memory that the system allocated in the warm-up, and kept, counts for all rounds."""
@@ -162,18 +170,19 @@ class _Entry:
 class _Runner:
     """This rank's part of a run."""
 
-    def __init__(self, plan: Plan, folder: Path, emit: Emit) -> None:
+    def __init__(self, plan: Plan, folder: Path, emit: Emit, host: Host | None) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._plan, self._folder = plan, folder
+        self._plan, self._folder, self._host = plan, folder, host
         self._emit = emit if self._rank == SENDER else lambda event: None
-        needed = {case.receivers + 1 for workload in plan.chosen() for case in workload.cases}
+        needed = {case.ranks for workload in plan.chosen() for case in workload.cases}
         self._groups = {
             ranks: RankGroup(ranks, plan.round_timeout_s)
             for ranks in sorted({*needed, self._ranks})
             if ranks <= self._ranks
         }
         self._everyone = self._groups[self._ranks]
-        self._one_host = len(set(self._everyone.share(socket.gethostname()))) == 1
+        # The hosts of a cluster are namespaces of one machine, and have its name.
+        self._one_host = not plan.hosts and len(set(self._everyone.share(socket.gethostname()))) == 1
         # A system is skipped if one rank does not have it.
         own = {name: reason for name in plan.systems if (reason := SYSTEMS[name].missing())}
         missing = {name: reason for each in self._everyone.share(own) for name, reason in each.items()}
@@ -182,10 +191,17 @@ class _Runner:
         self._systems = set(plan.systems) - missing.keys()
 
     def has_ranks_for(self, case: Case) -> bool:
-        enough = case.receivers < self._ranks
+        enough = case.ranks <= self._ranks
         if not enough:
-            self._emit(Skipped(f"{case.name} needs {case.receivers + 1} ranks; there are {self._ranks}"))
+            self._emit(Skipped(f"{case.name} needs {case.ranks} ranks; there are {self._ranks}"))
         return enough
+
+    def links_limited(self, workload: Workload) -> contextlib.AbstractContextManager[None]:
+        """Limit the link of this host while the workload runs, if this rank is a source in it."""
+        is_source = any(case.sends(self._rank) for case in workload.cases)
+        if self._host is None or workload.source_mbit is None or not is_source:
+            return contextlib.nullcontext()
+        return self._host.limited(workload.source_mbit)
 
     def run_batch(self, workload: Workload, cases: Sequence[Case], name: str) -> None:
         """Measure the cases by all systems, interleaved."""
@@ -221,7 +237,7 @@ class _Runner:
         self._everyone.wait()
 
     def _needs_state(self, case: Case) -> bool:
-        return self._rank == SENDER or (case.in_place and self._rank <= case.receivers)
+        return case.sends(self._rank) or (case.in_place and self._rank < case.ranks)
 
     def _open_all(self, entries: Sequence[_Entry], states: dict[StateSpec, State]) -> None:
         for entry in entries:
@@ -232,7 +248,7 @@ class _Runner:
     def _open(self, entry: _Entry, state: State | None) -> None:
         """Open a session on all ranks of the case. If one rank fails, the entry fails on all ranks."""
         session, problem = None, None
-        group, sends = self._groups[entry.ranks], self._rank == SENDER
+        group, sends = self._groups[entry.ranks], entry.case.sends(self._rank)
         takes_part = self._rank < entry.ranks
         if takes_part:
             setup = Setup(
@@ -242,6 +258,7 @@ class _Runner:
                 timeout_s=self._plan.round_timeout_s,
                 share=lambda own: share(own, group.data, group.ranks),
                 folder=self._folder,
+                host=_LOOPBACK if self._host is None else self._host.address,
                 source=state if sends else None,
                 target=state if entry.case.in_place and not sends else None,
             )

@@ -1,8 +1,8 @@
 """The interface of a measured system: it opens a session on every rank of a case; the session sends and
 receives.
 
-A session is opened outside the timed part, and used for all rounds of a case. Rank 0 sends, the others
-receive.
+A session is opened outside the timed part, and used for all rounds of a case. Rank 0 sends, or the
+first ranks if a case has several sources. The others receive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Setup:
 
     `source` is the state to send, on the sender. `target` is the state to receive into, on a receiver of an
     in-place case. `share` gathers a string from all ranks, outside the timed part. `folder` is on tmpfs, and
-    the same for all ranks of a host.
+    the same for all ranks of a host. `host` is the address to listen on.
     """
 
     case: Case
@@ -35,16 +35,17 @@ class Setup:
     timeout_s: float
     share: Callable[[str], list[str]]
     folder: Path
+    host: str
     source: State | None = None
     target: State | None = None
 
     @property
     def sends(self) -> bool:
-        return self.rank == SENDER
+        return self.case.sends(self.rank)
 
     @property
     def receivers(self) -> list[int]:
-        return list(range(1, self.case.receivers + 1))
+        return list(range(self.case.sources, self.case.ranks))
 
 
 @dataclass

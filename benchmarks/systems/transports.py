@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 
 from benchmarks.systems.session import SENDER, Session, Setup, System, copy_into
-from benchmarks.workloads import FERRY, HTTP, TORCH, TORCHFT, UNVERIFIED
+from benchmarks.workloads import FERRY, GLOO, HTTP, TORCH, TORCHFT, UNVERIFIED
 from torchferry.pg_transport import PGTransport
 
 _CPU = torch.device("cpu")
 _STEP = 1
 
 
-def _open_ferry(setup: Setup, *, verify: bool) -> Session:
+def _open_ferry(setup: Setup, *, verify: bool = True, same_host: bool = True) -> Session:
     options = {"state_dict": _state_dict(setup), "verify": verify, "relay": setup.case.relay}
+    # Without this parameter, all bytes go over the process group.
+    if "same_host" in inspect.signature(PGTransport).parameters:
+        options["same_host"] = same_host
     transport = PGTransport(setup.group, setup.timeout_s, "cpu", **options)
 
     def phases() -> dict[str, float]:
@@ -90,8 +94,19 @@ def _missing(*packages: str) -> str | None:
 _numpy_missing = partial(_missing, "numpy")
 _torchft_missing = partial(_missing, "torchft", "numpy")
 FERRY_SYSTEMS = (
-    System(FERRY, "torchferry", "torchferry", partial(_open_ferry, verify=True)),
-    System(UNVERIFIED, "torchferry, verify=False", "torchferry", partial(_open_ferry, verify=False)),
+    System(FERRY, "torchferry's PGTransport", "torchferry", _open_ferry),
+    System(
+        UNVERIFIED,
+        "torchferry's PGTransport, verify=False",
+        "torchferry",
+        partial(_open_ferry, verify=False),
+    ),
+    System(
+        GLOO,
+        "torchferry's PGTransport, same_host=False",
+        "torchferry",
+        partial(_open_ferry, same_host=False),
+    ),
 )
 OTHER_SYSTEMS = (
     System(TORCH, "torch's PGTransport", "transport", _open_torch, missing=_numpy_missing),

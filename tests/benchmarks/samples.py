@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.results import Measurement, Results, Round, SystemInfo, WorkloadInfo, evaluate
 from benchmarks.systems import SYSTEMS
-from benchmarks.workloads import Case, Size, Workload, workloads
+from benchmarks.workloads import Case, Size, Workload, cluster_workloads, workloads
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "a <small> one", "cores": "2", "memory": "8 GiB", "torch": "2.13.0", "python": "3.11"}
@@ -26,11 +26,12 @@ def measurement(case: str, system: str, seconds: Sequence[float], **given: objec
     return Measurement(workload=case, case=case, system=system, **fields)  # type: ignore[arg-type]
 
 
-def whole_run(size: Size = Size.FULL) -> Results:
+def whole_run(size: Size = Size.FULL, *, hosts: int = 0) -> Results:
     """Make results for every case by every system; each system is slower than the one before."""
+    chosen = cluster_workloads(size, hosts) if hosts else workloads(size)
     everything = [
         _measured(workload, case, system, number)
-        for workload in workloads(size)
+        for workload in chosen
         for case in workload.cases
         for number, system in enumerate(case.systems)
     ]
@@ -40,12 +41,10 @@ def whole_run(size: Size = Size.FULL) -> Results:
         size=size,
         repeats=3,
         machine=MACHINE,
-        workloads=tuple(WorkloadInfo(one.name, one.title, one.axis, one.shows) for one in workloads(size)),
+        workloads=tuple(WorkloadInfo(one.name, one.title, one.axis, one.shows) for one in chosen),
         systems=tuple(SystemInfo(one.name, one.title, one.kind) for one in SYSTEMS.values()),
         measurements=tuple(everything),
-        targets=tuple(
-            evaluate(one.name, target, everything) for one in workloads(size) for target in one.targets
-        ),
+        targets=tuple(evaluate(one.name, target, everything) for one in chosen for target in one.targets),
         skipped=("something & <something> else",),
     )
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.document import to_html, write_markdown
 from benchmarks.plots import Plot, make_plots
 from benchmarks.results import Results
-from benchmarks.workloads import Size
+from benchmarks.workloads import MAX_HOSTS, Size
 from tests.benchmarks.samples import whole_run
 
 RESULTS = whole_run()
@@ -96,6 +96,12 @@ class TestThePlots:
         assert {"rate-big-fresh", "phases-big-fresh", "time-metadata", "peak-memory-memory"} <= names
         assert {"bytes-on-the-wire-views", "time-tensors", "time-receivers", "rate-tensor-size"} <= names
         assert len(names) == len(plots)
+
+    def test_are_of_every_workload_of_a_cluster(self) -> None:
+        results = whole_run(hosts=MAX_HOSTS)
+        assert [plot.title for plot in make_plots(results) if plot.name.startswith(("time", "rate"))] == [
+            one.title for one in results.workloads
+        ]
 
     def test_are_well_formed_with_title_labels_and_units(self, plots: list[Plot]) -> None:
         for plot in plots:

@@ -111,6 +111,11 @@ def pids_in(namespace: str) -> list[int]:
     return [int(pid) for pid in listed.stdout.split()]
 
 
+def queue_of(host: Host) -> str:
+    shown = ["tc", "qdisc", "show", "dev", host.interface]
+    return subprocess.run(on(host, *shown), capture_output=True, text=True).stdout
+
+
 def transfer_s(source: Host, targets: list[Host], size: int) -> float:
     """Measure how long all targets need to receive `size` bytes each from the source."""
     receivers = [start(target, RECEIVE, target.address) for target in targets]
@@ -149,6 +154,15 @@ class TestACluster:
         with cluster(3, rate_mbit=SLOW_MBIT) as built:
             both = transfer_s(built[0], built[1:], 2 * MIB)
         assert both > 0.85 * AT_LINE_RATE_S
+
+    def test_can_limit_what_one_host_sends(self) -> None:
+        with cluster(2) as built:
+            with built[0].limited(SLOW_MBIT):
+                there = transfer_s(built[0], built[1:], 4 * MIB)
+                assert f"rate {SLOW_MBIT}Mbit" in queue_of(built[0])
+                assert "rate 1Gbit" in queue_of(built[1])
+            assert "rate 1Gbit" in queue_of(built[0])
+        assert there > 0.85 * AT_LINE_RATE_S
 
     def test_connects_gloo_ranks(self) -> None:
         with cluster(2) as built:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.results import Figure, Metric, Target, TargetResult, evaluate
-from benchmarks.workloads import FERRY, TORCH, Size, cluster_workloads, workloads
+from benchmarks.workloads import FERRY, FETCH_RESHARE, TORCH, Size, cluster_workloads, workloads
 from tests.benchmarks.samples import measurement
 
 TWICE = Target("twice as fast", Figure("c", "theirs"), Figure("c", "ours"), 2.0, at_least=True)
@@ -87,19 +87,39 @@ def test_the_limits_are_unchanged() -> None:
         for target in workload.targets
     }
     assert list(limits.values()) == [
-        *(64.0, 15.0, 12.0, 10.0, 10.0, 10.0, 10.0, 1.5, 1.15, 1.0, 1.02, 1.1, 0.99, 1.1, 1.3, 1.15, 1.1, 1.1)
+        # On one machine: memory, small tensors, metadata, large tensors, unchanged, publish,
+        *(64.0, 64.0, 64.0, 15.0, 15.0, 12.0, 12.0, 10.0, 10.0, 10.0, 10.0),
+        *(1.5, 1.8, 2.5, 3.0, 2.0, 1.3, 1.8, 3.0, 0.7),
+        # views, GPT-2, a sleeper, many tensors.
+        *(1.02, 1.8, 1.8, 0.99, 1.1, 1.3, 1.3),
+        # On a cluster: fan-out, a killed receiver, a sleeper, a stopped receiver, unchanged, sources.
+        *(1.15, 1.15, 1.1, 1.1, 1.4, 1.1, 1.1, 1.1, 20.0, 3.5),
     ]
 
 
 def test_the_cluster_compares_one_to_six_receivers_with_torch() -> None:
-    fan_out, sleeper = cluster_workloads(Size.FULL)
+    fan_out, sleeper, *_ = cluster_workloads(Size.FULL)
     assert fan_out.targets[0].title.startswith("128 MiB to 6 receivers, 7 hosts with 1 Gbit/s links")
     assert (fan_out.targets[0].limit, fan_out.targets[0].at_least) == (1.15, False)
     assert sleeper.title == "64 MiB to 3 receivers without relays, one asleep for 3 s"
-    compared = [case for case in fan_out.cases if case.systems == (FERRY, TORCH)]
+    compared = [case for case in fan_out.cases if {FERRY, FETCH_RESHARE, TORCH} <= set(case.systems)]
     assert [(case.receivers, case.relay) for case in compared] == [
         (1, False),
         (2, True),
         (4, True),
         (6, True),
     ]
+
+
+def test_the_cluster_disturbs_one_receiver_and_times_the_others() -> None:
+    cases = {case.name: case for one in cluster_workloads(Size.FULL) for case in one.cases}
+    killed, stopped = cases["fan-out-6-killed"], cases["stopped"]
+    assert (killed.killed, killed.timed) == (True, (1, 2, 3, 4, 5))
+    assert (stopped.stopped_s, stopped.timed) == (3.0, (1, 2, 3))
+    assert stopped.last == 4
+
+
+def test_the_cluster_compares_four_slow_sources_with_one() -> None:
+    (sources,) = (one for one in cluster_workloads(Size.FULL) if one.name == "sources")
+    assert sources.source_mbit == 250
+    assert [(case.sources, case.receivers, case.last) for case in sources.cases] == [(1, 1, 1), (4, 1, 4)]
