@@ -288,6 +288,8 @@ class _Send(Transfer[SendOptions]):
         if has_payload:
             yield from self._send_payload(progress, cancellation, window, channel)
         yield from window.complete_all()
+        if isinstance(channel, MemoryChannel):
+            yield channel.flush()
         machine.advance(SenderState.SENT)
 
     def _receive_answer(self, peer: int) -> Steps[Answer]:

@@ -24,7 +24,7 @@ LENGTH_TAG = 0x54460000
 FRAME_TAG = LENGTH_TAG + 1
 PROBE_TAG = LENGTH_TAG + 2
 _FIRST_MESSAGE_TAG = LENGTH_TAG + 16
-_FIRST_ANSWER_TAG = _FIRST_MESSAGE_TAG + (1 << 29)
+FIRST_ANSWER_TAG = _FIRST_MESSAGE_TAG + (1 << 29)
 
 # A tag has 31 bits. Above LENGTH_TAG there is room for 2**29 tags: 12 + 9 + 8 bits. The tags of a transfer
 # repeat after 4,096 messages, which is harmless: messages with the same tag arrive in order.
@@ -131,7 +131,7 @@ class Link:
 
     def answers(self, peer: int, transfer: TransferId) -> "Channel":
         """Open the channel of the receiver's answer, which goes in the other direction."""
-        return Channel(self, peer, cycle((_FIRST_ANSWER_TAG + _slot(transfer),)), transfer.nonce)
+        return Channel(self, peer, cycle((FIRST_ANSWER_TAG + _slot(transfer),)), transfer.nonce)
 
     @contextmanager
     def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator["Channel"]:

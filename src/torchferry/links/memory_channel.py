@@ -174,6 +174,10 @@ class MemoryChannel:
         """Start to receive the next message."""
         return _Step(self, partial(self._empty, buffer))
 
+    def flush(self) -> Pending:
+        """Wait until the receiver has copied every message that was sent."""
+        return _Step(self, self._flush)
+
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the receiver of an abort. It needs no room in a message."""
         abort = _ABORT + failed_rank.to_bytes(8, "little")
@@ -184,11 +188,17 @@ class MemoryChannel:
 
     def _fill(self, buffer: torch.Tensor, deadline_s: float) -> None:
         for start in range(0, buffer.nbytes, self._slot_bytes):
-            while not self._slots:
-                self._slots += len(self._read(SLOTS, deadline_s))
+            self._wait_for_free(1, deadline_s)
             source, nbytes = _piece(buffer, start, self._slot_bytes)
             ctypes.memmove(self._next_slot(), source, nbytes)
             self._signal(_SLOT)
+
+    def _flush(self, deadline_s: float) -> None:
+        self._wait_for_free(SLOTS, deadline_s)
+
+    def _wait_for_free(self, slots: int, deadline_s: float) -> None:
+        while self._slots < slots:
+            self._slots += len(self._read(SLOTS, deadline_s))
 
     def _empty(self, buffer: torch.Tensor, deadline_s: float) -> None:
         for start in range(0, buffer.nbytes, self._slot_bytes):
@@ -201,7 +211,7 @@ class MemoryChannel:
                 self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
             target, nbytes = _piece(buffer, start, self._slot_bytes)
             ctypes.memmove(target, self._next_slot(), nbytes)
-            # A sender that has filled its last slot may be gone.
+            # A sender that has failed may be gone, but the slots that it has filled are there.
             with suppress(OSError):
                 self._signal(_SLOT)
 
