@@ -42,8 +42,8 @@ POINTS = [BEFORE_METADATA, IN_METADATA, FIRST, MIDDLE, LAST, AFTER_LAST, RETURNE
 class Case:
     """One fault, and what the survivor sees: an error within a time limit, or the exact state.
 
-    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case. `via` is
-    how the payload goes: over the "group" or through "memory".
+    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case. The
+    payload goes over the "group" or through "memory", as `via` says.
     """
 
     fault: str

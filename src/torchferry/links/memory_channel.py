@@ -50,8 +50,9 @@ def ring_bytes(payload_bytes: int, receivers: int) -> int:
     >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(40_000, 1)
     (4194304, 524288, 65536)
     """
-    slot_bytes = min(_MAX_SLOT_BYTES, _ALL_RINGS_BYTES // SLOTS // receivers, -(-payload_bytes // SLOTS))
-    return SLOTS * max(-(-slot_bytes // _PAGE_BYTES), 1) * _PAGE_BYTES
+    needed_bytes = -(-payload_bytes // (SLOTS * _PAGE_BYTES)) * _PAGE_BYTES
+    slot_bytes = min(_MAX_SLOT_BYTES, _ALL_RINGS_BYTES // SLOTS // receivers, needed_bytes)
+    return SLOTS * max(slot_bytes // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
 def _name(token: bytes, receiver: int) -> str:
