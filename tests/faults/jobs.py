@@ -244,13 +244,14 @@ class Role:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """How a worker's transfer ended, and what its state holds afterwards, by path."""
+    """How a worker's transfer ended, what its state holds afterwards, by path, and how the bytes went."""
 
     started_s: float
     ended_s: float
     error: BaseException | None
     cause: BaseException | None
     contents: dict[str, str]
+    via: str
 
     @property
     def seconds(self) -> float:
@@ -355,7 +356,9 @@ def transfer_again(rank: int, fault: Fault | None = None) -> TransferResult:
         error = raised
     cause = None if error is None else error.__cause__
     contents = contents_by_path(session.target, role.layer_bytes) if role.direction == "receive" else {}
-    return TransferResult(started_s, ended_s, error, cause, contents)
+    report = session.transport.last_report
+    via = report.via if report is not None else ""
+    return TransferResult(started_s, ended_s, error, cause, contents, via)
 
 
 @dataclass(frozen=True)

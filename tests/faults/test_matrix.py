@@ -228,7 +228,7 @@ def test_a_fault_of_one_side_raises_an_error_on_the_other(case: Case, trio: Clus
     receives = survivor != 0
     assert_victim_outcome(case, outcomes[run.victim])
     if case.survives:
-        assert result.error is None, result.error
+        assert (result.error, result.via) == (None, case.via)
         assert not receives or result.contents == dict.fromkeys(PATHS, "new")
         assert result.ended_s - result.started_s < FAR_S
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.faults.jobs import new_group, unique_name, wait_for_lanes
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from torchferry import PGTransport
 from torchferry.core.push import OFFER_FROM_BYTES
-from torchferry.errors import StateMismatch, StepMismatch
+from torchferry.errors import LinkBroken, PeerGaveUp, StateMismatch, StepMismatch
 from torchferry.links.memory_channel import MemoryChannel, MemoryOffer
 from torchferry.links.process_group import ProcessGroupLink
 
@@ -218,6 +220,63 @@ def test_a_rejected_state_is_not_sent_and_the_group_stays_usable(
     assert (sent[0], sent[2]) == ("", how)
     assert received == (error, 24, how)
     assert sent[1] < 4096, "the length and the frame"
+
+
+def link_of(descriptor: str) -> str:
+    with contextlib.suppress(FileNotFoundError):  # that of the listing is closed
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
+
+
+def left() -> list[str]:
+    """Return the threads, sockets and mappings of torchferry in this process."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("torchferry")]
+    with open("/proc/self/maps") as maps, open("/proc/net/unix") as sockets:
+        own = {link_of(fd) for fd in os.listdir("/proc/self/fd")}
+        rings = [line for line in maps if "torchferry" in line]
+        listed = [line for line in sockets if f"socket:[{line.split()[6]}]" in own and "torchferry" in line]
+    return threads + rings + listed
+
+
+def fail_in_the_middle(rank: int, failing: int, name: str) -> tuple[str, list[str]]:
+    """Fail on one rank at the second message, on a group of its own."""
+    patch, calls = pytest.MonkeyPatch(), 0
+    method = "send" if rank == 0 else "recv"
+    original = getattr(MemoryChannel, method)
+
+    def counted(channel: MemoryChannel, buffer: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and rank == failing:
+            raise MemoryError("a test")
+        return original(channel, buffer)
+
+    patch.setattr(MemoryChannel, method, counted)
+    ferry = PGTransport(new_group(rank, (0, 1), name), TIMEOUT_S, "cpu")
+    error = ""
+    try:
+        if rank == 0:
+            ferry.send_checkpoint([1], plain())
+        else:
+            ferry.recv_checkpoint(0)
+    except (MemoryError, LinkBroken, PeerGaveUp) as raised:
+        error = type(raised).__name__
+    finally:
+        patch.undo()
+    assert calls >= 2
+    assert wait_for_lanes(2.0) is not None
+    return error, left()
+
+
+@pytest.mark.parametrize(
+    ("failing", "errors"),
+    [(0, ["MemoryError", "PeerGaveUp"]), (1, ["LinkBroken", "MemoryError"])],
+    ids=["sender", "receiver"],
+)
+def test_a_failed_transfer_leaves_nothing(failing: int, errors: list[str], pair: Cluster) -> None:
+    found = pair.run(fail_in_the_middle, failing, unique_name())
+    assert [error for error, _ in found] == errors
+    assert [rest for _, rest in found] == [[], []]
 
 
 def test_an_offer_without_a_receiver_leaves_nothing() -> None:
