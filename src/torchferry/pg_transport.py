@@ -70,6 +70,11 @@ class PGTransport:
             sender's network link carries it once. If one receiver fails, all later ones fail too. When
             `send_checkpoint` returns, the backend has the bytes for the first receiver. Only the sender's
             setting matters.
+        same_host: whether a large state goes through memory to receivers on this machine that run as the same
+            user, instead of over the group. Needs gloo, and True on both sides; `relay` excludes it. The
+            sender offers it, the receiver takes or declines it, and `last_report.via` says what was used.
+            With an offer, a receiver that rejects the state does not get its bytes. Failures are the same
+            either way, and break the group either way.
 
     Raises:
         BadArgument: an argument is invalid.
@@ -93,11 +98,12 @@ class PGTransport:
         mesh: DeviceMesh | None = None,
         max_metadata_bytes: int = MAX_METADATA_BYTES,
         relay: bool = False,
+        same_host: bool = True,
     ) -> None:
         _check_group(pg)
         check_state_function(state_dict)
         flags = {"strict": strict, "verify": verify, "allow_pickle": allow_pickle, "relay": relay}
-        for name, flag in flags.items():
+        for name, flag in {**flags, "same_host": same_host}.items():
             check_bool(flag, name)
         if extra is not None:
             check_choice(extra, "extra", get_args(Extra))
@@ -116,6 +122,7 @@ class PGTransport:
             allow_pickle=allow_pickle,
             stall_s=stall_s,
             verify=verify,
+            same_host=same_host,
             question="Is rank {peer} in recv_checkpoint, on the same group?",
         )
         self._receive_options = ReceiveOptions(
@@ -128,6 +135,7 @@ class PGTransport:
             allow_pickle=allow_pickle,
             stall_s=stall_s,
             verify=verify,
+            same_host=same_host,
             question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
         )
 

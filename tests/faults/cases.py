@@ -5,7 +5,7 @@ test_matrix.py runs the cases; docs/faults.md lists them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tests.faults.jobs import DIGEST_BLOCK, FRAME, LAYERS, LENGTH, message
@@ -42,7 +42,8 @@ POINTS = [BEFORE_METADATA, IN_METADATA, FIRST, MIDDLE, LAST, AFTER_LAST, RETURNE
 class Case:
     """One fault, and what the survivor sees: an error within a time limit, or the exact state.
 
-    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case.
+    `runs_in` is "test", "test-all" or "faults": the smallest goal of the Makefile that runs the case. The
+    payload goes over the "group" or through "memory", as `via` says.
     """
 
     fault: str
@@ -50,12 +51,14 @@ class Case:
     point: Point
     receivers: int = 1
     runs_in: str = "faults"
+    via: str = "group"
 
     @property
     def name(self) -> str:
         """The id of the test."""
         of_receivers = "" if self.receivers == 1 else f"-of-{self.receivers}"
-        return f"{self.fault}-{self.victim}{of_receivers}-{self.point.name.replace(' ', '_')}"
+        by_memory = "-by_memory" if self.via == "memory" else ""
+        return f"{self.fault}-{self.victim}{of_receivers}-{self.point.name.replace(' ', '_')}{by_memory}"
 
     @property
     def survives(self) -> bool:
@@ -139,3 +142,26 @@ SENDER_OF_THREE = [
     # An exception in the lane to one receiver is not a fault of the whole sender.
     if fault != "raise"
 ]
+
+
+_MEMORY_TEST = {
+    ("kill", "sender", MIDDLE),
+    ("kill", "receiver", FIRST),
+    ("sys_exit", "receiver", MIDDLE),
+    ("raise", "sender", LAST),
+    ("stop", "receiver", MIDDLE),
+    ("cut", "sender", MIDDLE),
+}
+
+
+def through_memory(listed: list[Case]) -> list[Case]:
+    """Return the same cases through memory: survivors see the same."""
+    goals = {True: "test", False: "faults"}
+    return [
+        replace(
+            case,
+            via="memory",
+            runs_in=goals[case.receivers == 1 and (case.fault, case.victim, case.point) in _MEMORY_TEST],
+        )
+        for case in listed
+    ]

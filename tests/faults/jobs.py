@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from torchferry import PGTransport
-from torchferry.links.base import PROBE_TAG
+from torchferry.links.base import FIRST_ANSWER_TAG, PROBE_TAG
+from torchferry.links.memory_channel import MemoryChannel
 from torchferry.links.process_group import ProcessGroupLink
 
 LAYERS = 8
@@ -101,27 +102,45 @@ posts a buffer under the message's tag, and the works of all earlier messages.""
 
 @contextlib.contextmanager
 def intercepted(method: str, intercept: Interceptor, peer: int | None = None) -> Iterator[None]:
-    """Replace `send` or `recv` of the link by `intercept`, for messages to or from `peer`, or for all."""
-    original = getattr(ProcessGroupLink, method)
+    """Replace `send` or `recv` of the link by `intercept`, for messages to or from `peer`, or for all.
+
+    Messages through memory are intercepted too. Probes and answers are not.
+    """
+    over_group, through_memory = getattr(ProcessGroupLink, method), getattr(MemoryChannel, method)
     posted: dict[int, list[RepeatableWork]] = {}
 
-    def patched(link: ProcessGroupLink, buffer: torch.Tensor, to: int, tag: int) -> Any:
-        if tag == PROBE_TAG or (peer is not None and to != peer):
-            return original(link, buffer, to, tag)
+    def call(to: int, buffer: torch.Tensor, original: Callable[[torch.Tensor], Any]) -> Any:
+        if peer is not None and to != peer:
+            return original(buffer)
         before = posted.setdefault(to, [])
-
-        def post(posted_buffer: torch.Tensor) -> RepeatableWork:
-            return RepeatableWork(original(link, posted_buffer, to, tag))
-
-        work = intercept(len(before), buffer, post, list(before))
+        work = intercept(len(before), buffer, lambda given: RepeatableWork(original(given)), list(before))
         before.append(work)
         return work
 
-    setattr(ProcessGroupLink, method, patched)
+    def link_method(link: ProcessGroupLink, buffer: torch.Tensor, to: int, tag: int) -> Any:
+        if tag == PROBE_TAG or tag >= FIRST_ANSWER_TAG:
+            return over_group(link, buffer, to, tag)
+        return call(to, buffer, lambda given: over_group(link, given, to, tag))
+
+    def channel_method(channel: MemoryChannel, buffer: torch.Tensor) -> Any:
+        return call(channel.peer, buffer, lambda given: through_memory(channel, given))
+
+    def abort_method(channel: MemoryChannel, failed_rank: int, expected: Any) -> list[Any]:
+        # Over the group, an abort takes the place of a message, so it is intercepted like one.
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return [call(channel.peer, nothing, lambda _: send_abort(channel, failed_rank, expected)[0])]
+
+    send_abort = MemoryChannel.send_abort
+    setattr(ProcessGroupLink, method, link_method)
+    setattr(MemoryChannel, method, channel_method)
+    if method == "send":
+        MemoryChannel.send_abort = abort_method  # type: ignore[method-assign]
     try:
         yield
     finally:
-        setattr(ProcessGroupLink, method, original)
+        MemoryChannel.send_abort = send_abort  # type: ignore[method-assign]
+        setattr(ProcessGroupLink, method, over_group)
+        setattr(MemoryChannel, method, through_memory)
 
 
 def write_timestamp(path: str) -> None:
@@ -220,17 +239,19 @@ class Role:
     layer_bytes: int = LAYER_BYTES
     verify: bool = True
     small_socket_buffers: bool = False
+    same_host: bool = False
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """How a worker's transfer ended, and what its state holds afterwards, by path."""
+    """How a worker's transfer ended, what its state holds afterwards, by path, and how the bytes went."""
 
     started_s: float
     ended_s: float
     error: BaseException | None
     cause: BaseException | None
     contents: dict[str, str]
+    via: str
 
     @property
     def seconds(self) -> float:
@@ -307,6 +328,7 @@ def run_transfer(rank: int, role: Role) -> TransferResult:
         state_dict=lambda: target,
         stall_timeout=role.stall_s,
         verify=role.verify,
+        same_host=role.same_host,
     )
     _sessions["current"] = _Session(role, transport, target, source)
     return transfer_again(rank, role.fault)
@@ -334,7 +356,9 @@ def transfer_again(rank: int, fault: Fault | None = None) -> TransferResult:
         error = raised
     cause = None if error is None else error.__cause__
     contents = contents_by_path(session.target, role.layer_bytes) if role.direction == "receive" else {}
-    return TransferResult(started_s, ended_s, error, cause, contents)
+    report = session.transport.last_report
+    via = report.via if report is not None else ""
+    return TransferResult(started_s, ended_s, error, cause, contents, via)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ These rules hold for every transfer of `PGTransport`:
 - If a transfer fails while messages are still pending, the next call on its group raises `GroupBroken`:
   create a new group of the surviving ranks. If the sender refuses to send its state, if a receiver rejects
   it, or if bytes of tensors arrive damaged, the group stays usable. Damaged metadata breaks the group.
+- All of this holds whether the payload goes over the group or, on one machine, through memory. Memory leaves
+  no messages pending, but a failed transfer breaks its group all the same: failures are handled alike on one
+  machine and on several. With an offer of memory, a receiver that rejects a state does not get its bytes.
 - If a peer ends in the middle of a message, gloo may block a thread that can't be interrupted. It ends at the
   transfer's deadline. No other thread is left.
 - If a backend other than gloo can't detect that a peer is gone, the deadline still applies.
@@ -66,7 +69,8 @@ def _matrix() -> Iterator[str]:
         'message is posted,\nwhen all earlier messages are complete. "Before metadata" is before the length '
         'of the metadata, "in metadata" is\nbetween the length and the metadata, and "after the last '
         'message" is before the digests. Faults "in the middle of a\nmessage" and "after the call '
-        'returned" happen at other points. The survivor is the process at the other end.\n'
+        'returned" happen at other points. The survivor is the process at the other end.\nEvery case runs '
+        "twice, with the payload over the group and through memory, and has the same result.\n"
     )
     count = len(cases.PAIRS)
     yield from _faults(

@@ -102,18 +102,23 @@ def lasting_growth_since(before: Resources, patience_s: float = 5.0) -> dict[str
     return growth
 
 
-def state_of(fill: float, *, wrong: bool = False) -> dict[str, Any]:
+MEMORY_BYTES = 4 << 20
+"""The size of a state that goes through memory."""
+
+
+def state_of(fill: float, *, wrong: bool = False, nbytes: int = STATE_BYTES) -> dict[str, Any]:
     names = ["weight", "momentum", "other" if wrong else "variance", "bias"]
-    return {name: torch.full((STATE_BYTES // 16,), fill) for name in names}
+    return {name: torch.full((nbytes // 16,), fill) for name in names}
 
 
 class Side:
     """One side of many transfers on one group."""
 
-    def __init__(self, rank: int, name: str) -> None:
+    def __init__(self, rank: int, name: str, nbytes: int) -> None:
         self.rank = rank
         self._group = new_group(rank, (0, 1), name)
-        self._target: dict[str, Any] = state_of(0.0)
+        self._nbytes = nbytes
+        self._target: dict[str, Any] = state_of(0.0, nbytes=nbytes)
         self._raises = False
         self._transport = PGTransport(self._group, 10.0, "cpu", self._local_state)
 
@@ -124,14 +129,15 @@ class Side:
 
     def transfer(self) -> None:
         if self.rank == 0:
-            self._transport.send_checkpoint([1], state_of(1.0), step=1)
+            self._transport.send_checkpoint([1], state_of(1.0, nbytes=self._nbytes), step=1)
         else:
             self._transport.recv_checkpoint(0)
 
     def reject(self, number: int) -> None:
         """Reject the state for one of three reasons; the sender finishes."""
         if self.rank == 0:
-            self._transport.send_checkpoint([1], state_of(1.0, wrong=number % 3 == 0), step=1)
+            state = state_of(1.0, wrong=number % 3 == 0, nbytes=self._nbytes)
+            self._transport.send_checkpoint([1], state, step=1)
             return
         self._raises = number % 3 == 1
         with pytest.raises((StateMismatch, CallbackError, StepMismatch)):
@@ -161,9 +167,9 @@ def test_the_measurements_detect_leaks(trio: Cluster) -> None:
     assert detected == {"threads", "descriptors", "sockets", "allocated", "rss"}
 
 
-def repeat(rank: int, name: str, action: str, times: int) -> dict[str, int]:
+def repeat(rank: int, name: str, action: str, times: int, nbytes: int) -> dict[str, int]:
     """Run an action many times, and return the growth."""
-    side = Side(rank, name)
+    side = Side(rank, name, nbytes)
     run: Callable[[int], None] = side.reject if action == "reject" else lambda _: side.transfer()
     for number in range(60):
         run(number)
@@ -173,9 +179,15 @@ def repeat(rank: int, name: str, action: str, times: int) -> dict[str, int]:
     return lasting_growth_since(before)
 
 
+BY_GROUP_AND_MEMORY = pytest.mark.parametrize(
+    "nbytes", [STATE_BYTES, MEMORY_BYTES], ids=["by_group", "by_memory"]
+)
+
+
 @promises("1,000 transfers", "threads, sockets, descriptors and memory do not grow")
-def test_many_transfers_leak_nothing(trio: Cluster) -> None:
-    job = (repeat, (unique_name(), "transfer", TRANSFERS))
+@BY_GROUP_AND_MEMORY
+def test_many_transfers_leak_nothing(nbytes: int, trio: Cluster) -> None:
+    job = (repeat, (unique_name(), "transfer", TRANSFERS, nbytes))
     assert trio.run_each([job, job, None]) == [{}, {}, None]
 
 
@@ -183,8 +195,9 @@ def test_many_transfers_leak_nothing(trio: Cluster) -> None:
     "200 transfers that the receiver rejects: mismatch, wrong step, its `state_dict` function raises",
     "threads, sockets, descriptors and memory do not grow, on both sides",
 )
-def test_rejected_transfers_leak_nothing(trio: Cluster) -> None:
-    job = (repeat, (unique_name(), "reject", FAILURES))
+@BY_GROUP_AND_MEMORY
+def test_rejected_transfers_leak_nothing(nbytes: int, trio: Cluster) -> None:
+    job = (repeat, (unique_name(), "reject", FAILURES, nbytes))
     assert trio.run_each([job, job, None]) == [{}, {}, None]
 
 

@@ -16,6 +16,7 @@ from tests.faults.cases import (
     PAIRS,
     SENDER_OF_THREE,
     Case,
+    through_memory,
 )
 from tests.faults.controller import (
     assert_error_matches_state,
@@ -47,6 +48,7 @@ Other faults get FAR_S, which can't be the cause of an error."""
 FAR_S = 10.0
 PAUSE_S = 0.4
 """Long enough for the survivor to probe the silent peer."""
+FILL_S = 0.2
 DETECTION_S = 1.0
 LATE_S = 0.5
 
@@ -56,7 +58,11 @@ MARKS = {"test": [], "test-all": [pytest.mark.slow], "faults": [pytest.mark.slow
 
 def parametrized_by(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=case.name, marks=MARKS[case.runs_in]) for case in cases]
+        "case",
+        [
+            pytest.param(case, id=case.name, marks=MARKS[case.runs_in])
+            for case in (*cases, *through_memory(cases))
+        ],
     )
 
 
@@ -93,12 +99,17 @@ class CaseRun:
             fault=self._fault if rank == self.injected_rank else None,
             end_timestamp_file=str(self._end_timestamps[rank]),
             small_socket_buffers=self.case.fault == "cut",
+            same_host=self.case.via == "memory",
         )
         return run_transfer, (role,)
 
     def cut(self) -> None:
         """Kill the victim in the middle of a message. If it is the sender, continue the stopped receiver."""
-        wait_until_blocked_in_send(self.cluster.pids[0])
+        if self.case.via == "memory":
+            # The sender fills the ring with a part of the message.
+            time.sleep(FILL_S)
+        else:
+            wait_until_blocked_in_send(self.cluster.pids[0])
         self.cluster.kill(self.victim)
         self.fault_s = time.monotonic()
         if self.injected_rank != self.victim:
@@ -149,7 +160,8 @@ def assert_link_error(
     assert error.peer == peer
     in_metadata = case.point in (BEFORE_METADATA, IN_METADATA)
     if receives and in_metadata:
-        assert (error.phase, error.path) == ("receive metadata", None)
+        phase = "wait" if case.point is BEFORE_METADATA else "receive metadata"
+        assert (error.phase, error.path) == (phase, None)
     else:
         assert error.phase == ("receive tensors" if receives else "send tensors")
         position = case.point.position
@@ -216,7 +228,7 @@ def test_a_fault_of_one_side_raises_an_error_on_the_other(case: Case, trio: Clus
     receives = survivor != 0
     assert_victim_outcome(case, outcomes[run.victim])
     if case.survives:
-        assert result.error is None, result.error
+        assert (result.error, result.via) == (None, case.via)
         assert not receives or result.contents == dict.fromkeys(PATHS, "new")
         assert result.ended_s - result.started_s < FAR_S
     else:

@@ -128,6 +128,19 @@ def roles(timeout_s: float = FAR_S, **fields: Any) -> tuple[Role, Role]:
     )
 
 
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        {"layer_bytes": SMALL},
+        {"layer_bytes": LAYER_BYTES},
+        {"layer_bytes": LAYER_BYTES, "same_host": True},
+    ],
+    ids=["small", "large", "by_memory"],
+)
+"""What a state has, and how it is sent, as fields of `Role`."""
+BY_GROUP_AND_MEMORY = pytest.mark.parametrize("same_host", [False, True], ids=["by_group", "by_memory"])
+
+
 # One deadline
 
 
@@ -182,10 +195,11 @@ def delay_each_message(pause_s: float) -> Interceptor:
     "the transfer fails at its one deadline, + 0.5 s at most; the peer raises a `ConnectionError`",
     rows=(3,),
 )
+@BY_GROUP_AND_MEMORY
 @pytest.mark.parametrize("slow", ["send", "receive"])
 @pytest.mark.slow
-def test_slow_messages_do_not_extend_the_deadline(slow: str, trio: Cluster) -> None:
-    send, receive = roles(1.0)
+def test_slow_messages_do_not_extend_the_deadline(slow: str, same_host: bool, trio: Cluster) -> None:
+    send, receive = roles(1.0, same_host=same_host)
     if slow == "send":
         send = dataclasses.replace(send, timeout_s=FAR_S)
     else:
@@ -203,11 +217,14 @@ def test_slow_messages_do_not_extend_the_deadline(slow: str, trio: Cluster) -> N
     "no message completes for `stall_timeout`, long before `timeout`",
     "`LinkStalled` after `stall_timeout`, + 0.5 s at most; in place, `TornAndLate` caused by `LinkStalled`",
 )
+@BY_GROUP_AND_MEMORY
 @pytest.mark.parametrize("stopped", ["sender", "receiver"])
-def test_a_stall_raises_an_error_before_the_deadline(stopped: str, trio: Cluster, tmp_path: Path) -> None:
+def test_a_stall_raises_an_error_before_the_deadline(
+    stopped: str, same_host: bool, trio: Cluster, tmp_path: Path
+) -> None:
     stall_s = 0.7
     fault = Fault("stop", message(4), str(tmp_path / "fault"))
-    send, receive = roles(stall_s=stall_s, end_timestamp_file=str(tmp_path / "ended"))
+    send, receive = roles(stall_s=stall_s, same_host=same_host, end_timestamp_file=str(tmp_path / "ended"))
     victim = 0 if stopped == "sender" else 1
     both = [send, receive]
     both[victim] = dataclasses.replace(both[victim], fault=fault, end_timestamp_file=None)
@@ -285,16 +302,16 @@ SIZES = pytest.mark.parametrize("layer_bytes", [SMALL, LAYER_BYTES], ids=["small
     "stays usable, and sending again on it repairs the state",
     rows=(25,),
 )
-@SIZES
+@WAYS
 @pytest.mark.parametrize(
     ("damage", "damaged"),
     [((flip, message(3)), [3]), ((truncate, message(LAYERS - 1)), [LAYERS - 1]), ((swap, 2, 5), [2, 5])],
     ids=["flipped", "truncated", "swapped"],
 )
 def test_damage_in_transit_is_detected_and_its_paths_are_named(
-    layer_bytes: int, damage: Any, damaged: list[int], trio: Cluster
+    way: dict[str, Any], damage: Any, damaged: list[int], trio: Cluster
 ) -> None:
-    sender, receiver = run_both(trio, *roles(layer_bytes=layer_bytes), *damage)
+    sender, receiver = run_both(trio, *roles(**way), *damage)
     paths = tuple(PATHS[n] for n in damaged)
     assert sender.error is None
     assert isinstance(receiver.cause, Corrupted)
@@ -317,9 +334,9 @@ def assert_error_matches_damaged_state(result: TransferResult) -> None:
 
 
 @promises("the same, with `verify=False`", "the damage is not detected", rows=(25,))
-@SIZES
-def test_damage_is_not_detected_without_verification(layer_bytes: int, trio: Cluster) -> None:
-    both = roles(layer_bytes=layer_bytes, verify=False)
+@WAYS
+def test_damage_is_not_detected_without_verification(way: dict[str, Any], trio: Cluster) -> None:
+    both = roles(**way, verify=False)
     sender, receiver = run_both(trio, *both, flip, message(3))
     assert sender.error is receiver.error is None
     assert receiver.contents == {**ALL_NEW, PATHS[3]: "neither"}
@@ -410,15 +427,15 @@ def change_at(position: int, layer: int, how: str = "by_torch") -> Interceptor:
     "accept a mixed state",
     rows=(26,),
 )
-@SIZES
+@WAYS
 @pytest.mark.parametrize("layer", [1, 4, 6], ids=["sent_before", "being_sent", "sent_after"])
 def test_a_state_that_changes_during_the_send_is_rejected(
-    layer_bytes: int, layer: int, trio: Cluster
+    way: dict[str, Any], layer: int, trio: Cluster
 ) -> None:
-    sender, receiver = run_both(trio, *roles(layer_bytes=layer_bytes), change_at, message(4), layer)
+    sender, receiver = run_both(trio, *roles(**way), change_at, message(4), layer)
     assert isinstance(sender.error, StateChanged)
     assert sender.error.paths == (PATHS[layer],)
-    if layer_bytes == SMALL and layer == 1:
+    if way["layer_bytes"] == SMALL and layer == 1:
         # All bytes were hashed before the change: the receiver has the state from before the change.
         assert receiver.error is None
         assert receiver.contents == ALL_NEW
@@ -432,11 +449,14 @@ def test_a_state_that_changes_during_the_send_is_rejected(
     "the same, if the change includes the first or last bytes of one of the tensor's messages",
     rows=(26,),
 )
+@BY_GROUP_AND_MEMORY
 @pytest.mark.parametrize("layer", [1, 4, 6], ids=["sent_before", "being_sent", "sent_after"])
 @pytest.mark.parametrize("how", ["by_data", pytest.param("by_numpy", marks=pytest.mark.slow)])
-def test_a_change_that_torch_does_not_count_is_detected(how: str, layer: int, trio: Cluster) -> None:
+def test_a_change_that_torch_does_not_count_is_detected(
+    how: str, layer: int, same_host: bool, trio: Cluster
+) -> None:
     changes = change_at, message(4), layer, how
-    sender, receiver = run_both(trio, *roles(), *changes)
+    sender, receiver = run_both(trio, *roles(same_host=same_host), *changes)
     assert isinstance(sender.error, StateChanged)
     assert sender.error.paths == (PATHS[layer],)
     assert isinstance(receiver.error, TargetTorn)
@@ -471,12 +491,15 @@ def run_with_a_failing_read(rank: int, role: Role, number: int) -> TransferResul
         pytest.param(LAYERS - 1, marks=pytest.mark.slow),
     ],
 )
+@BY_GROUP_AND_MEMORY
 @pytest.mark.parametrize("receivers", [1, 3])
 def test_a_sender_that_fails_half_way_aborts_its_receivers(
-    number: int, receivers: int, quartet: Cluster
+    number: int, receivers: int, same_host: bool, quartet: Cluster
 ) -> None:
     name, ranks = unique_name(), tuple(range(receivers + 1))
-    send, receive = (Role(name, ranks, direction, FAR_S) for direction in ("send", "receive"))
+    send, receive = (
+        Role(name, ranks, direction, FAR_S, same_host=same_host) for direction in ("send", "receive")
+    )
     jobs: list[Any] = [(run_with_a_failing_read, (send, number)), *[(run_transfer, (receive,))] * receivers]
     sender, *receiving = values(quartet.start([*jobs, *[None] * (3 - receivers)]).outcomes())[: receivers + 1]
     assert isinstance(sender.error, CallbackError)
@@ -695,10 +718,14 @@ def test_a_sender_finishes_when_the_receiver_rejects_the_state(
     "`delivered` and `failed`",
     rows=(21, 22),
 )
-def test_a_slow_receiver_does_not_delay_the_others(quartet: Cluster) -> None:
+@BY_GROUP_AND_MEMORY
+def test_a_slow_receiver_does_not_delay_the_others(same_host: bool, quartet: Cluster) -> None:
     name, ranks = unique_name(), (0, 1, 2, 3)
-    receive = Role(name, ranks, "receive", FAR_S)
-    jobs: list[Any] = [(run_transfer, (Role(name, ranks, "send", 2.0),)), *[(run_transfer, (receive,))] * 3]
+    receive = Role(name, ranks, "receive", FAR_S, same_host=same_host)
+    jobs: list[Any] = [
+        (run_transfer, (Role(name, ranks, "send", 2.0, same_host=same_host),)),
+        *[(run_transfer, (receive,))] * 3,
+    ]
     jobs[2] = (run_intercepted, (receive, delay_each_message, 0.5))
     sender, one, slow, three = values(quartet.start(jobs).outcomes())
     assert type(sender.error) is SendLate
@@ -922,9 +949,12 @@ def test_ctrl_c_ends_a_wait_for_a_silent_peer(direction: str, trio: Cluster, tmp
     "`KeyboardInterrupt` within 1 s, although gloo still blocks on the message; for a receiver in place, a "
     "note on the exception describes the local state",
 )
+@BY_GROUP_AND_MEMORY
 @pytest.mark.parametrize("direction", ["send", "receive"])
-def test_ctrl_c_ends_a_wait_in_the_middle_of_a_message(direction: str, trio: Cluster, tmp_path: Path) -> None:
-    send, receive = roles(small_socket_buffers=True)
+def test_ctrl_c_ends_a_wait_in_the_middle_of_a_message(
+    direction: str, same_host: bool, trio: Cluster, tmp_path: Path
+) -> None:
+    send, receive = roles(small_socket_buffers=True, same_host=same_host)
     # The receiver stops in the middle of a message. To interrupt the receiver, stop the sender instead.
     cut = Fault("cut", message(4), str(tmp_path / "fault"))
     waiting = 0 if direction == "send" else 1
@@ -937,7 +967,10 @@ def test_ctrl_c_ends_a_wait_in_the_middle_of_a_message(direction: str, trio: Clu
     )
     wait_for_timestamp(tmp_path / "fault")
     wait_until_stopped(trio.pids[1])
-    wait_until_blocked_in_send(trio.pids[0])
+    if same_host:
+        time.sleep(LATE_S)  # until the ring is full
+    else:
+        wait_until_blocked_in_send(trio.pids[0])
     if direction == "receive":
         trio.kill(0, signal.SIGSTOP)
         wait_until_stopped(trio.pids[0])

@@ -64,7 +64,7 @@ class Reader:
         assert data[:5] == b"TFRY\x08"
         assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
         body = msgspec.msgpack.decode(data[13:])
-        defaults = [None, None, None, 0, b"", None, False, 0, 0, None]
+        defaults = [None, None, None, 0, b"", None, False, 0, 0, None, b""]
         self.body = [*body, *defaults[len(body) :]]
         self._number = 0
 

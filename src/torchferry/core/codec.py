@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from torchferry.core.extents import ITEM_BYTES
 from torchferry.core.manifest import Count, Manifest, Nested, Special
 from torchferry.core.plan import MAX_CHUNK_BYTES
-from torchferry.core.push import NONCE_BYTES, Route, TransferId
+from torchferry.core.push import NONCE_BYTES, TOKEN_BYTES, Route, TransferId
 from torchferry.core.text import show_text
 from torchferry.core.validation import validate
 from torchferry.errors import BadManifest
@@ -39,7 +39,8 @@ class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
     """A manifest, decoded or still encoded, and what else the receiver needs.
 
     `digests` has one digest for each chunk. It is None if nothing is verified, or if `digest_blocks` follow
-    the messages. `route` is None if the payload comes from the sender and is not forwarded.
+    the messages. `route` is None if the payload comes from the sender and is not forwarded. With `offer`, a
+    token, the sender offers memory, and waits for an answer before it sends the payload.
     """
 
     manifest: M
@@ -52,6 +53,7 @@ class FrameBody(Struct, Generic[M], frozen=True, array_like=True):
     pack_bytes: Count = 0
     origin: Count = 0
     route: Route | None = None
+    offer: bytes = b""
 
     @property
     def transfer(self) -> TransferId:
@@ -139,6 +141,12 @@ def decode(data: bytes, decode_manifest: Callable[[bytes], Manifest] = decode_ma
         raise BadManifest("digest blocks are announced, but the frame has no nonce to recognise them by")
     if body.digest_blocks and body.digests is not None:
         raise BadManifest("the frame has digests and announces digest blocks: only one is allowed")
+    if body.offer and (len(body.offer) != TOKEN_BYTES or not body.nonce or body.route is not None):
+        raise BadManifest(
+            f"the frame offers memory with a token of {len(body.offer)} bytes, a nonce of {len(body.nonce)} "
+            f"bytes and {'no' if body.route is None else 'a'} route: a token of {TOKEN_BYTES} bytes, a nonce "
+            "and no route are needed"
+        )
     return cast(Frame, structs.replace(body, manifest=decode_manifest(bytes(body.manifest))))
 
 

@@ -4,6 +4,9 @@ A sender sends the length of a frame, the frame (`codec`), and then the chunks o
 order. If the state is small, the frame has the digests of all chunks. Otherwise digest blocks are sent
 between the chunks, so that sending begins before the whole state is hashed. Without verification there are no
 digests. A sender or a forwarding receiver that fails sends an abort instead of the next message.
+
+The frame of a large state may offer memory, for receivers on the sender's machine. Then each receiver sends
+one message back, its answer, before the payload: whether it takes the memory, and whether it wants the state.
 `docs/protocol.md` has the protocol on one page.
 """
 
@@ -22,8 +25,10 @@ from torchferry.errors import BadManifest
 class SenderState(Enum):
     """The state of a sender towards one receiver, and the states that may follow it."""
 
-    DESCRIBING = "describing", "sending", "refused"  # nothing is sent yet
+    DESCRIBING = "describing", "offering", "sending", "refused"  # nothing is sent yet
     REFUSED = "refused"  # final: a refusal was sent instead of the frame
+    OFFERING = "offering", "sending", "rejected"  # the frame offers memory, and the receiver has to answer
+    REJECTED = "rejected"  # final: the receiver rejected the state, and gets nothing more
     SENDING = "sending", "sent", "aborted"  # the frame, and the payload if the receiver gets it from here
     ABORTED = "aborted"  # final: the receiver was told that no more messages follow
     SENT = "sent"  # final: the link has every byte
@@ -45,13 +50,15 @@ class ReceiverState(Enum):
     WAITING = "waiting", True, "wait", "frame"  # for the length of a frame
     # The frame arrives and is decoded. A refusal for another step is skipped, and the receiver waits again.
     FRAME = "frame", True, "receive metadata", "comparing", "rejected", "waiting"
-    COMPARING = "comparing", True, "compare", "receiving", "draining"  # the incoming state with the local one
+    # The incoming state is compared with the local one.
+    COMPARING = "comparing", True, "compare", "answering", "receiving", "draining"
+    ANSWERING = "answering", True, "compare", "receiving", "rejected"  # the sender offers memory
     DRAINING = "draining", True, "compare", "rejected"  # the rejected state is received and dropped
     RECEIVING = "receiving", True, "receive tensors", "checking"  # messages arrive and are written
     CHECKING = "checking", False, "receive tensors", "assembling"  # every message has arrived
     ASSEMBLING = "assembling", False, "assemble", "done"  # containers are built around the received tensors
     DONE = "done", False  # final
-    REJECTED = "rejected", False  # final: drained, or the sender refused to send
+    REJECTED = "rejected", False  # final: drained, or the sender knows it, or it refused to send
 
     def __init__(self, label: str, messages_pending: bool, phase: str = "", *following: str) -> None:
         self.label = label
@@ -69,6 +76,42 @@ class TransferId(NamedTuple):
     origin: int
     serial: int
     nonce: bytes
+
+
+TOKEN_BYTES = 16
+"""The size of the token in an offer of memory. It names the socket that the receiver connects to."""
+
+
+class Answer(Enum):
+    """What a receiver answers if the frame offers memory."""
+
+    TAKEN = 1  # it has connected: the payload comes through memory
+    DECLINED = 2  # the payload comes over the group
+    REJECTED = 3  # it does not want the state: no payload comes
+
+
+ANSWER_BYTES = NONCE_BYTES + 8
+
+
+def encode_answer(nonce: bytes, answer: Answer) -> bytes:
+    """Encode the answer to an offer of memory.
+
+    >>> decode_answer(encode_answer(bytes(NONCE_BYTES), Answer.TAKEN), bytes(NONCE_BYTES))
+    <Answer.TAKEN: 1>
+    """
+    return nonce + answer.value.to_bytes(8, "little")
+
+
+def decode_answer(data: bytes, nonce: bytes) -> Answer:
+    """Decode the answer to an offer of memory; raises BadManifest if it is not one for this transfer."""
+    number = int.from_bytes(data[NONCE_BYTES:], "little")
+    if (
+        len(data) != ANSWER_BYTES
+        or data[:NONCE_BYTES] != nonce
+        or number not in {each.value for each in Answer}
+    ):
+        raise BadManifest("the receiver's answer was damaged on the way, or belongs to another transfer")
+    return Answer(number)
 
 
 class Route(Struct, frozen=True, array_like=True):
@@ -163,6 +206,9 @@ def payload_order(plan: Plan, *, digest_blocks: bool) -> list[Chunk | DigestBloc
 
 HASH_FIRST_BYTES = 1 << 20
 """States up to this size are hashed before they are sent, which takes 0.1 ms and saves a message."""
+
+OFFER_FROM_BYTES = 4 << 20
+"""Memory is offered for states from this size on. For smaller ones, gloo takes less time than the ring."""
 
 MAX_METADATA_BYTES = 256 << 20
 """The longest frame that is accepted by default. A hundred thousand tensors need about 6 MiB."""

@@ -10,7 +10,9 @@ class Report:
 
     `payload_bytes` and `messages` count one copy of the state, however many peers it went to; `messages` are
     its chunks, without frames and digest blocks. `phases_s` has the seconds of each phase; in the phase
-    "wait" a receiver waits for its sender to begin. `step` is the step that the sender gave, or None.
+    "wait" a receiver waits for its sender to begin. `step` is the step that the sender gave, or None. `via`
+    is how the bytes went: "memory" between processes of one machine, "group", "memory and group" if a sender
+    had receivers of both kinds, and empty if it sent no payload.
 
     After a receive in place, `dropped` and `fresh` list the paths that only the peer has: `dropped` if they
     were left out, `fresh` if they are in the returned state. `kept` lists the paths that only the local state
@@ -33,6 +35,7 @@ class Report:
     dropped: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    via: str = ""
 
     @property
     def seconds(self) -> float:
@@ -50,8 +53,9 @@ class Report:
         if self.forwarded_by is not None:
             peers += f" through rank {self.forwarded_by}"
         step = "" if self.step is None else f" (step {self.step})"
+        via = f" by {self.via}" if self.via else ""
         return (
-            f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}{step}, "
+            f"{self.payload_bytes:,} bytes in {self.messages} messages with {peers}{via}{step}, "
             f"{_show_phases(self)}{_show_unmatched(self)}"
         )
 

@@ -48,9 +48,18 @@ class Progress:
 
 @dataclass
 class Cancellation:
-    """Cancels a lane. The caller sets it; a cancelled lane writes nothing more."""
+    """Cancels a lane. The caller sets it; a cancelled lane writes nothing more.
+
+    `end_waits` ends the lane's waits, if closing the link does not.
+    """
 
     is_set: bool = False
+    end_waits: Callable[[], None] = lambda: None
+
+    def set(self) -> None:
+        """Cancel the lane."""
+        self.is_set = True
+        self.end_waits()
 
     def raise_if_cancelled(self) -> None:
         """Stop a cancelled lane. Its caller has an error already and never sees this one."""
@@ -192,7 +201,7 @@ def run_lanes(link: Link, lanes: Sequence[Lane[Any]], limits: Limits, runner: Ru
         for lane in lanes:
             link.close(lane.progress.peer)
         for lane in lanes:
-            lane.cancellation.is_set = True
+            lane.cancellation.set()
         _await_stop(lanes)
         runner.end()
         raise
@@ -232,8 +241,9 @@ def _watch(lane: Lane[Any], link: Link, limits: Limits, now_s: float) -> float:
     elif action is Action.GIVE_UP_LATE:
         error = deadline_passed(progress.peer)
     if error is not None:
-        lane.cancellation.is_set = True
+        # In this order, or the lane might end with the error of a wait that was ended.
         lane.settle(None, error)
+        lane.cancellation.set()
     return again_s
 
 

@@ -1,8 +1,8 @@
 """Receiving a pushed state: the frame, every check, and only then the payload.
 
 If the frame can't be decoded, or its plan or route is invalid, the receiver closes the link, which tells the
-sender. If it rejects the state after that, it still receives all messages and drops them, so that the sender
-can finish.
+sender. If it rejects the state after that, and the sender waits for an answer, the answer says so. Otherwise
+it receives all messages and drops them, so that the sender can finish.
 """
 
 import logging
@@ -20,11 +20,13 @@ from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.push import (
     ABORT_BYTES,
+    Answer,
     DigestBlock,
     ReceiverState,
     Route,
     check_length,
     decode_block,
+    encode_answer,
     payload_order,
 )
 from torchferry.core.report import Report
@@ -43,7 +45,8 @@ from torchferry.errors import (
     PeerGaveUp,
     StepMismatch,
 )
-from torchferry.links.base import Channel, Link
+from torchferry.links.base import Channel, Link, to_buffer
+from torchferry.links.memory_channel import MemoryChannel, take_offer
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import RebuildContext
 
@@ -97,6 +100,7 @@ class _Receive(Transfer[ReceiveOptions]):
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
         self._sink: Sink | None = None
+        self._memory_channel: MemoryChannel | None = None
 
     def _enter(self, state: ReceiverState) -> None:
         self._machine.advance(state)
@@ -106,6 +110,7 @@ class _Receive(Transfer[ReceiveOptions]):
         try:
             return self._run()
         except BaseException as error:
+            self._close_memory()
             explained = self._explain(error)
             if self._machine.state.messages_pending:
                 self._link.mark_broken(explained)
@@ -113,6 +118,13 @@ class _Receive(Transfer[ReceiveOptions]):
             if explained is error:
                 raise
             raise explained from explained.__cause__
+        finally:
+            self._close_memory()
+
+    def _close_memory(self) -> None:
+        """Close the channel through memory. Nothing is written through it afterwards."""
+        if self._memory_channel is not None:
+            self._memory_channel.close()
 
     def _run(self) -> tuple[object, Report]:
         # The sender describes its state at the same time.
@@ -131,8 +143,11 @@ class _Receive(Transfer[ReceiveOptions]):
         try:
             target = self._compare(frame, encoded, plan, local)
         except Exception as rejection:
-            self._drain(frame, plan, rejection)
+            self._reject(frame, plan, rejection)
             raise
+        if frame.offer:
+            self._enter(ReceiverState.ANSWERING)
+            self._answer(frame, Answer.TAKEN if self._take_offer(frame) else Answer.DECLINED)
         self._sink = target.sink
         self._enter(ReceiverState.RECEIVING)
         try:
@@ -157,6 +172,7 @@ class _Receive(Transfer[ReceiveOptions]):
             not_forwarded=payload.not_forwarded,
             forwarded_by=None if self._route.upstream == self._peer else self._route.upstream,
             step=frame.step,
+            via="group" if self._memory_channel is None else "memory",
             dropped=target.dropped,
             fresh=target.fresh,
             kept=target.kept,
@@ -243,15 +259,52 @@ class _Receive(Transfer[ReceiveOptions]):
             encoded, plan, local, context, self._workspace.cache, strict=options.strict, extra=extra
         )
 
-    def _drain(self, frame: Frame, plan: Plan, rejection: Exception) -> None:
-        """Receive all messages and drop them, so that the sender can finish."""
-        self._enter(ReceiverState.DRAINING)
+    def _take_offer(self, frame: Frame) -> bool:
+        """Connect to a sender that offers memory, and return whether that succeeded."""
+        if not (self._options.same_host and self._link.shares_memory and self._link.rank is not None):
+            return False
+        try:
+            self._memory_channel = take_offer(
+                frame.offer,
+                frame.nonce,
+                sender=self._peer,
+                receiver=self._link.rank,
+                timeout_s=self._left_s(),
+            )
+        except (OSError, AttributeError) as error:
+            logger.debug("receive: the offer of memory is declined: %s", error)
+        return self._memory_channel is not None
+
+    def _answer(self, frame: Frame, answer: Answer) -> None:
+        """Send the answer. If the offer was taken, receive the memory, unless the sender has none."""
+        channel, cancellation = self._memory_channel, Cancellation()
+        if channel is not None:
+            cancellation.end_waits = channel.stop
+        self._run_lanes([lane := Lane(self._progress, cancellation, self._answer_steps(frame, answer))])
+        lane.result()
+        if channel is not None and not channel.is_open:
+            channel.close()
+            self._memory_channel = None
+
+    def _answer_steps(self, frame: Frame, answer: Answer) -> Steps[None]:
+        data = to_buffer(encode_answer(frame.nonce, answer), self._link.device)
+        yield self._link.answers(self._peer, frame.transfer).send(data)
+        if self._memory_channel is not None:
+            yield self._memory_channel.receive_ring()
+
+    def _reject(self, frame: Frame, plan: Plan, rejection: Exception) -> None:
+        """Let the sender finish: tell it, or receive all messages and drop them."""
+        self._enter(ReceiverState.ANSWERING if frame.offer else ReceiverState.DRAINING)
         progress = self._progress
         try:
-            self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
+            if frame.offer:
+                self._answer(frame, Answer.REJECTED)
+            else:
+                self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
             self._enter(ReceiverState.REJECTED)
         except FerryError as error:
-            rejection.add_note(f"while the messages of the rejected state were being dropped: {error}")
+            doing = "sender was being told" if frame.offer else "messages of the state were being dropped"
+            rejection.add_note(f"while the {doing}: {error}")
         finally:
             # The error must name the sender, whose state is rejected, and not the rank that forwards it.
             self._progress = progress
@@ -273,8 +326,18 @@ class _Receive(Transfer[ReceiveOptions]):
             )
         cancellation = Cancellation()
         sink.before_write = cancellation.raise_if_cancelled
-        payload = _Payload(self._link, frame, sink, self._workspace.staging, self._progress, verify, relay)
-        steps = payload.steps(window_bytes, self._options.in_place_window_bytes)
+        channel: Channel | MemoryChannel
+        in_place_window_bytes = self._options.in_place_window_bytes
+        if self._memory_channel is None:
+            channel = self._link.channel(self._progress.peer, frame.transfer)
+        else:
+            channel = self._memory_channel
+            cancellation.end_waits = channel.stop
+            # A message is copied while the lane waits for it, so one is in flight at a time.
+            window_bytes = in_place_window_bytes = 0
+        staging = self._workspace.staging
+        payload = _Payload(self._link, channel, frame, sink, staging, self._progress, verify, relay)
+        steps = payload.steps(window_bytes, in_place_window_bytes)
         receiving = Lane(self._progress, cancellation, steps)
         lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
@@ -346,6 +409,7 @@ class _Payload:
     """The messages and digest blocks of one transfer: each is received, checked, written and forwarded."""
 
     link: Link
+    channel: Channel | MemoryChannel
     frame: Frame
     sink: Sink
     staging: Staging
@@ -357,7 +421,6 @@ class _Payload:
 
     def __post_init__(self) -> None:
         self.verify &= self.frame.digest_blocks or self.frame.digests is not None
-        self._channel = self.link.channel(self.progress.peer, self.frame.transfer)
         if self.verify and self.frame.digests is not None:
             self.sink.expect(0, self.frame.digests)
 
@@ -380,7 +443,7 @@ class _Payload:
             else:
                 buffer = self.sink.open(item, place)
             try:
-                pending = self._channel.recv(buffer)
+                pending = self.channel.recv(buffer)
             except LinkError:
                 if isinstance(item, Chunk) and place is not None:
                     self.sink.mark(item.number, item.number + 1, ChunkState.UNTOUCHED)
@@ -389,7 +452,7 @@ class _Payload:
         yield from window.complete_all()
 
     def _arrived(self, message: InFlight) -> None:
-        self._channel.raise_if_aborted(first_bytes(message.buffer, ABORT_BYTES))
+        self.channel.raise_if_aborted(first_bytes(message.buffer, ABORT_BYTES))
         if isinstance(message.item, Chunk):
             self._chunk_arrived(message.item, message.buffer)
         elif isinstance(message.item, DigestBlock):

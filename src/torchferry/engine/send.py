@@ -1,6 +1,11 @@
-"""Sending a state: a lane for each peer sends the frame, the chunks and the digest blocks."""
+"""Sending a state: a lane for each peer sends the frame, the chunks and the digest blocks.
 
-from collections.abc import Iterable, Sequence
+A large payload goes through memory to the peers on this machine, if they take the offer in the frame.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +18,22 @@ from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
 from torchferry.core.machine import Machine
 from torchferry.core.plan import CHUNK_BYTES, PACK_FROM, RELAY_CHUNK_BYTES, Chunk, Plan
 from torchferry.core.push import (
+    ANSWER_BYTES,
     HASH_FIRST_BYTES,
+    OFFER_FROM_BYTES,
+    TOKEN_BYTES,
+    Answer,
     DigestBlock,
     SenderState,
     chain,
+    decode_answer,
     encode_block,
     payload_order,
 )
 from torchferry.core.report import Report
 from torchferry.engine import metadata
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
-from torchferry.engine.source import NOT_HASHED, ChunkSource
+from torchferry.engine.source import NOT_HASHED, ChunkSource, first_bytes
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -38,7 +48,10 @@ from torchferry.errors import (
     Unsendable,
 )
 from torchferry.links.base import Channel, Link, Pending, to_buffer
+from torchferry.links.memory_channel import MemoryChannel, MemoryOffer, ring_bytes
 from torchferry.tensors.describe import describe
+
+logger = logging.getLogger(__name__)
 
 _REFUSAL_S = 0.2
 """The timeout to post a refusal, and how long the sender then sleeps: it must live until they arrive."""
@@ -49,7 +62,8 @@ class SendOptions(TransferOptions):
     """How to send a state.
 
     With `relay`, receivers forward it. With `allow_pickle`, leaves that torchferry can't encode are pickled.
-    A payload of at most `hash_first_bytes` is hashed before it is sent.
+    A payload of at most `hash_first_bytes` is hashed before it is sent. With `same_host`, memory is offered
+    for a payload of at least `offer_from_bytes`.
     """
 
     relay: bool = False
@@ -57,6 +71,7 @@ class SendOptions(TransferOptions):
     chunk_bytes: int = CHUNK_BYTES
     pack_from: int = PACK_FROM
     hash_first_bytes: int = HASH_FIRST_BYTES
+    offer_from_bytes: int = OFFER_FROM_BYTES
 
 
 def send_state(
@@ -91,6 +106,9 @@ class _Send(Transfer[SendOptions]):
         # The routes of the payload, if receivers forward it.
         self._routes = chain(self._transfer_id.origin, peers) if options.relay and len(peers) > 1 else {}
         self._machines = {peer: Machine(SenderState.DESCRIBING) for peer in peers}
+        # What was offered to each receiver, and the channels of those that took it.
+        self._offers: dict[int, MemoryOffer] = {}
+        self._memory_channels: dict[int, MemoryChannel] = {}
 
     def run(self, state: object) -> Report:
         try:
@@ -98,6 +116,8 @@ class _Send(Transfer[SendOptions]):
         except FerryError as error:
             self._finish_phase("failed")
             raise error.with_context(phase=self._phase) from error.__cause__
+        finally:
+            self._close_memory()
 
     def _run(self, state: object) -> Report:
         self._enter_phase("describe")
@@ -138,7 +158,13 @@ class _Send(Transfer[SendOptions]):
             len(plan.chunks),
             self._finish_phase(),
             step=self._options.step,
+            via=self._via(),
         )
+
+    def _via(self) -> str:
+        sent = [peer for peer in self._peers if self._machines[peer].state is SenderState.SENT]
+        by_memory = [peer for peer in sent if peer in self._memory_channels]
+        return " and ".join(["memory"] * bool(by_memory) + ["group"] * (len(by_memory) < len(sent)))
 
     def _plan(self, encoded: EncodedManifest) -> Plan:
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
@@ -163,7 +189,32 @@ class _Send(Transfer[SendOptions]):
             digest_blocks=digest_blocks,
             pack_bytes=plan.pack_bytes,
             origin=self._transfer_id.origin,
+            offer=self._offer_memory(),
         )
+
+    def _offer_memory(self) -> bytes:
+        """Listen for receivers on this machine, and return the token of the offer; empty if there is none."""
+        is_large = self._source.plan.payload_bytes >= self._options.offer_from_bytes
+        if not (self._options.same_host and is_large and self._link.shares_memory and not self._routes):
+            return b""
+        token = os.urandom(TOKEN_BYTES)
+        try:
+            for peer in self._peers:
+                self._offers[peer] = MemoryOffer(token, peer)
+        except (OSError, AttributeError) as error:
+            logger.debug("send: no memory is offered: %s", error)
+            self._close_memory()
+            return b""
+        return token
+
+    def _close_memory(self) -> None:
+        """Close all sockets of this send. Channels are stopped first, so that all threads end at once."""
+        for offer in self._offers.values():
+            offer.close()
+        for channel in self._memory_channels.values():
+            channel.stop()
+        for channel in self._memory_channels.values():
+            channel.close()
 
     def _encode(self, encoded: EncodedManifest) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
@@ -210,24 +261,61 @@ class _Send(Transfer[SendOptions]):
             max(self._options.in_place_window_bytes // payload_lanes, 2 * self._frame.chunk_bytes),
         )
         cancellation = Cancellation()
-        payload = self._send_payload(progress, cancellation, window) if has_payload else ()
-        return Lane(progress, cancellation, self._steps(progress, window, data, payload))
+        return Lane(progress, cancellation, self._steps(progress, cancellation, window, data, has_payload))
 
     def _steps(
-        self, progress: Progress, window: Window, data: bytes, payload: Iterable[Pending]
+        self, progress: Progress, cancellation: Cancellation, window: Window, data: bytes, has_payload: bool
     ) -> Steps[None]:
         """Send the frame, and the payload if the peer gets it from this process."""
-        machine = self._machines[progress.peer]
-        machine.advance(SenderState.SENDING)
+        machine, peer = self._machines[progress.peer], progress.peer
+        machine.advance(SenderState.OFFERING if self._frame.offer else SenderState.SENDING)
         buffer = to_buffer(data, self._link.device)
-        with self._link.frames(progress.peer, "send", self._left_s()) as frames:
+        with self._link.frames(peer, "send", self._left_s()) as frames:
             window.add(InFlight(buffer), *_post_frame(frames, buffer))
-        yield from payload
+        channel: Channel | MemoryChannel = self._link.channel(peer, self._transfer_id)
+        if self._frame.offer:
+            yield from window.complete_all()
+            answer = yield from self._receive_answer(peer)
+            if answer is Answer.REJECTED:
+                machine.advance(SenderState.REJECTED)
+                return
+            if answer is Answer.TAKEN:
+                channel = (yield from self._open_memory(peer, cancellation)) or channel
+            machine.advance(SenderState.SENDING)
+        if isinstance(channel, MemoryChannel):
+            # A message is copied while this lane waits for it, so one is in flight at a time.
+            window.max_staged_bytes = window.max_bytes = 0
+        if has_payload:
+            yield from self._send_payload(progress, cancellation, window, channel)
         yield from window.complete_all()
+        if isinstance(channel, MemoryChannel):
+            yield channel.flush()
         machine.advance(SenderState.SENT)
 
-    def _send_payload(self, progress: Progress, cancellation: Cancellation, window: Window) -> Steps[None]:
-        channel = self._link.channel(progress.peer, self._transfer_id)
+    def _receive_answer(self, peer: int) -> Steps[Answer]:
+        buffer = to_buffer(bytes(ANSWER_BYTES), self._link.device)
+        yield self._link.answers(peer, self._transfer_id).recv(buffer)
+        return decode_answer(first_bytes(buffer, ANSWER_BYTES), self._frame.nonce)
+
+    def _open_memory(self, peer: int, cancellation: Cancellation) -> Steps[MemoryChannel | None]:
+        """Open the channel of a receiver that has connected; None if there is no memory for it."""
+        channel = self._offers[peer].accept(self._frame.nonce)
+        self._memory_channels[peer] = channel
+        cancellation.end_waits = channel.stop
+        cancellation.raise_if_cancelled()
+        yield channel.send_ring(ring_bytes(self._source.plan.payload_bytes, len(self._peers)))
+        if not channel.is_open:
+            self._memory_channels.pop(peer).close()
+            return None
+        return channel
+
+    def _send_payload(
+        self,
+        progress: Progress,
+        cancellation: Cancellation,
+        window: Window,
+        channel: Channel | MemoryChannel,
+    ) -> Steps[None]:
         items = payload_order(self._source.plan, digest_blocks=self._frame.digest_blocks)
         posted = 0
         try:

@@ -35,13 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How to transfer a state. `question`, about {peer}, is added to a timeout if the peer never answered."""
+    """How to transfer a state. `question`, about {peer}, is added to a timeout if the peer never answered.
+
+    With `same_host`, a large payload goes through memory if both processes are on one machine.
+    """
 
     timeout_s: float
     max_metadata_bytes: int
     step: int | None = None
     stall_s: float | None = None
     verify: bool = True
+    same_host: bool = True
     window_bytes: int = WINDOW_BYTES
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
     question: str = ""

@@ -2,7 +2,8 @@
 
 A link moves flat byte buffers over a backend whose messages have tags, as those of torch's process groups:
 a receive gets only messages of its tag, in order. Each transfer uses tags of its own, made from the sending
-rank, the transfer's serial number and the message's position.
+rank, the transfer's serial number and the message's position. A receiver's answer has a tag of its own, so
+that it differs from all messages that this receiver sends.
 """
 
 import os
@@ -23,6 +24,7 @@ LENGTH_TAG = 0x54460000
 FRAME_TAG = LENGTH_TAG + 1
 PROBE_TAG = LENGTH_TAG + 2
 _FIRST_MESSAGE_TAG = LENGTH_TAG + 16
+FIRST_ANSWER_TAG = _FIRST_MESSAGE_TAG + (1 << 29)
 
 # A tag has 31 bits. Above LENGTH_TAG there is room for 2**29 tags: 12 + 9 + 8 bits. The tags of a transfer
 # repeat after 4,096 messages, which is harmless: messages with the same tag arrive in order.
@@ -74,6 +76,8 @@ class Link:
     """The device of staging buffers."""
     sends_short = False
     """Whether a message may be shorter than the buffer that receives it. Aborts need that."""
+    shares_memory = False
+    """Whether a peer may be a process of this machine, with which this one can share memory."""
 
     def __init__(self, shared: SharedState | None = None) -> None:
         self._shared = shared or SharedState()
@@ -122,9 +126,12 @@ class Link:
 
     def channel(self, peer: int, transfer: TransferId) -> "Channel":
         """Open the channel of one transfer to or from a peer."""
-        slot = (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
-        first = _FIRST_MESSAGE_TAG + slot * _POSITIONS
+        first = _FIRST_MESSAGE_TAG + _slot(transfer) * _POSITIONS
         return Channel(self, peer, cycle(range(first, first + _POSITIONS)), transfer.nonce)
+
+    def answers(self, peer: int, transfer: TransferId) -> "Channel":
+        """Open the channel of the receiver's answer, which goes in the other direction."""
+        return Channel(self, peer, cycle((FIRST_ANSWER_TAG + _slot(transfer),)), transfer.nonce)
 
     @contextmanager
     def frames(self, peer: int, way: Literal["send", "receive"], timeout_s: float) -> Iterator["Channel"]:
@@ -198,12 +205,18 @@ class Channel:
         """Raise PeerGaveUp if a received message is an abort, given its first ABORT_BYTES."""
         failed_rank = decode_abort(head, self.nonce)
         if failed_rank is not None:
-            whose = "its own" if failed_rank == self.peer else f"rank {failed_rank}'s"
-            raise PeerGaveUp(
-                f"rank {self.peer} aborted the transfer because of a failure on {whose} side",
-                failed_rank=failed_rank,
-                peer=self.peer,
-            )
+            raise abort_of(self.peer, failed_rank)
+
+
+def _slot(transfer: TransferId) -> int:
+    return (transfer.origin % _ORIGINS) * _SERIALS + transfer.serial % _SERIALS
+
+
+def abort_of(peer: int, failed_rank: int) -> PeerGaveUp:
+    """Return the error for an abort that a peer sent."""
+    whose = "its own" if failed_rank == peer else f"rank {failed_rank}'s"
+    what = f"rank {peer} aborted the transfer because of a failure on {whose} side"
+    return PeerGaveUp(what, failed_rank=failed_rank, peer=peer)
 
 
 def to_buffer(data: bytes, device: torch.device) -> torch.Tensor:

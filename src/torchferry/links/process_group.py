@@ -45,6 +45,11 @@ class ProcessGroupLink(Link):
         # Not cached: a wrapper may replace its group.
         return backend_name(backend_of(innermost(self._group), self.device)) == "gloo"
 
+    @property
+    def shares_memory(self) -> bool:  # type: ignore[override]
+        """Whether the backend is gloo, with buffers on the CPU."""
+        return self.sends_short and self.device.type == "cpu"
+
     def can_access(self, device: torch.device) -> bool:
         return device.type == self.device.type
 

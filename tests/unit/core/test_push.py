@@ -11,16 +11,20 @@ from torchferry.core.manifest import Manifest, TensorSpec
 from torchferry.core.plan import PACK_BYTES, Chunk, make_plan
 from torchferry.core.push import (
     ABORT_BYTES,
+    ANSWER_BYTES,
     BLOCK_CHUNKS,
     BLOCK_LAG,
     NONCE_BYTES,
+    Answer,
     DigestBlock,
     ReceiverState,
     SenderState,
     check_length,
     decode_abort,
+    decode_answer,
     decode_block,
     encode_abort,
+    encode_answer,
     encode_block,
     payload_order,
 )
@@ -43,7 +47,10 @@ def reachable(start: SenderState | ReceiverState) -> set[str]:
 @pytest.mark.parametrize(
     ("start", "final"),
     [
-        (SenderState.DESCRIBING, {SenderState.REFUSED, SenderState.ABORTED, SenderState.SENT}),
+        (
+            SenderState.DESCRIBING,
+            {SenderState.REFUSED, SenderState.REJECTED, SenderState.ABORTED, SenderState.SENT},
+        ),
         (ReceiverState.DESCRIBING, {ReceiverState.DONE, ReceiverState.REJECTED}),
     ],
     ids=["sender", "receiver"],
@@ -134,3 +141,25 @@ def test_every_chunk_is_in_one_digest_block_that_follows_it() -> None:
         assert order[-1] == blocks[-1]
         assert [item for item in order if isinstance(item, Chunk)] == list(plan.chunks)
         assert payload_order(plan, digest_blocks=False) == list(plan.chunks)
+
+
+@pytest.mark.parametrize("answer", Answer)
+def test_an_answer_is_decoded(answer: Answer) -> None:
+    assert decode_answer(encode_answer(NONCE, answer), NONCE) is answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes(ANSWER_BYTES),
+        encode_answer(b"o" * NONCE_BYTES, Answer.TAKEN),
+        encode_answer(NONCE, Answer.TAKEN)[:-1],
+        NONCE + (4).to_bytes(8, "little"),
+        NONCE + (2**63).to_bytes(8, "little"),
+    ],
+    ids=["empty", "zeros", "another transfer", "short", "unknown", "huge"],
+)
+def test_an_answer_that_is_not_one_is_rejected(data: bytes) -> None:
+    with pytest.raises(BadManifest, match="answer"):
+        decode_answer(data, NONCE)

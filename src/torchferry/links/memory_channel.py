@@ -1,0 +1,301 @@
+"""A channel through memory, for the payload of one transfer between two processes of one machine.
+
+The sender listens on an abstract Unix socket and offers its name. A receiver that takes the offer connects,
+and sends the nonce of the transfer. The sender sends it the descriptor of a ring, a sealed file in memory.
+
+A message takes one or more of the ring's slots, in order. The sender sends a byte for each slot that it has
+filled, and the receiver one for each slot that it has copied. So both processes copy at the same time, the
+bytes stay in the CPU's cache, and a process that ends is noticed at once: its socket is closed.
+"""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torchferry.core.push import NONCE_BYTES
+from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
+from torchferry.links.base import Pending, abort_of
+from torchferry.links.forks import close_after_fork
+from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received
+from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of
+
+SLOTS = 8
+_MAX_SLOT_BYTES = 512 << 10
+"""Larger slots do not fit into the cache of a core, smaller ones need more signals."""
+_PAGE_BYTES = 4096
+_ALL_RINGS_BYTES = 32 << 20
+"""The most memory of all rings of one sender, however many receivers it has."""
+
+# The bytes that the two ends send each other.
+_RING, _NO_RING = b"\x01", b"\x02"
+_SLOT, _ABORT = b"\x01", b"\x02"
+
+_STOP_S = 0.25
+"""How long to wait for a thread that copies a slot."""
+_MAX_WAIT_S = 3600.0
+"""A socket's timeout has an upper limit; longer waits are repeated."""
+
+
+def ring_bytes(payload_bytes: int, receivers: int) -> int:
+    """Return the size of the ring of each receiver.
+
+    >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(40_000, 1)
+    (4194304, 524288, 65536)
+    """
+    needed_bytes = -(-payload_bytes // (SLOTS * _PAGE_BYTES)) * _PAGE_BYTES
+    slot_bytes = min(_MAX_SLOT_BYTES, _ALL_RINGS_BYTES // SLOTS // receivers, needed_bytes)
+    return SLOTS * max(slot_bytes // _PAGE_BYTES, 1) * _PAGE_BYTES
+
+
+def _name(token: bytes, receiver: int) -> str:
+    return f"{token.hex()}-{receiver}"
+
+
+class MemoryOffer:
+    """A sender's offer to one receiver, which connects if it takes it.
+
+    Raises OSError or AttributeError if this machine has no such sockets or memory.
+    """
+
+    def __init__(self, token: bytes, receiver: int) -> None:
+        _ = os.memfd_create, socket.SO_PEERCRED
+        self._receiver = receiver
+        self._listener = listen_locally(_name(token, receiver))
+        self._listener.setblocking(False)
+        close_after_fork(self)
+
+    def accept(self, nonce: bytes) -> "MemoryChannel":
+        """Return the channel to the receiver, which has connected; raises LinkBroken if it has not."""
+        try:
+            while True:
+                sock, _ = self._listener.accept()
+                # Other processes may connect too. The receiver sent the nonce before it took the offer.
+                with suppress(OSError):
+                    sock.setblocking(False)
+                    if user_of(sock) == os.geteuid() and sock.recv(NONCE_BYTES) == nonce:
+                        return MemoryChannel(sock, self._receiver)
+                sock.close()
+        except OSError as error:
+            what = f"rank {self._receiver} took the offer of memory, but did not connect ({error})"
+            raise LinkBroken(what, peer=self._receiver) from error
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+    def close_inherited(self) -> None:
+        """Close the socket in a forked child."""
+        close_descriptor(self._listener)
+
+
+def take_offer(
+    token: bytes, nonce: bytes, *, sender: int, receiver: int, timeout_s: float
+) -> "MemoryChannel":
+    """Connect to a sender of the same user on this machine; raises OSError, which says why that failed."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(min(timeout_s, _MAX_WAIT_S))
+        connect_locally(sock, _name(token, receiver))
+        sock.sendall(nonce)
+    except BaseException:
+        sock.close()
+        raise
+    return MemoryChannel(sock, sender)
+
+
+class MemoryChannel:
+    """One end of the channel. Messages are copied while they are waited for, in the order of their starts.
+
+    Both ends first open it: the sender with `send_ring`, the receiver with `receive_ring`. If there is no
+    memory for the ring, `is_open` is False afterwards, on both ends.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self.peer = peer
+        self.is_open = False
+        self._sock = sock
+        self._memory: SharedBlock | Mapping | None = None
+        self._address = self._slot_bytes = self._next = 0
+        self._slots = 0  # the sender's free slots, or the filled slots that the receiver has not copied
+        self._failed_rank: int | None = None
+        self._stopped = False
+        self._waiting = threading.Lock()
+        close_after_fork(self)
+
+    def send_ring(self, nbytes: int) -> Pending:
+        """Create the ring, and wait until the receiver has it."""
+        return _Step(self, partial(self._send_ring, nbytes))
+
+    def _send_ring(self, nbytes: int, deadline_s: float) -> None:
+        try:
+            self._memory = ring = SharedBlock(nbytes)
+        except OSError:
+            self._signal(_NO_RING)
+            return
+        self._address = ring.tensor.data_ptr()
+        socket.send_fds(self._sock, [_RING], [ring.descriptor], socket.MSG_NOSIGNAL)
+        self._slot_bytes, self._slots = nbytes // SLOTS, SLOTS
+        self.is_open = self._read(1, deadline_s) == _RING
+
+    def receive_ring(self) -> Pending:
+        """Wait for the ring, and map it."""
+        return _Step(self, self._receive_ring)
+
+    def _receive_ring(self, deadline_s: float) -> None:
+        self._set_timeout(deadline_s)
+        data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if data == _NO_RING:
+            return
+        if data != _RING or not descriptors:
+            close_all(descriptors)
+            raise self._gone("it sent no ring")
+        try:
+            self._memory = ring = map_received(descriptors[0])
+            self._address, self._slot_bytes = ring.address, ring.nbytes // SLOTS
+            self.is_open = self._slot_bytes > 0
+        except OSError:
+            self.is_open = False
+        finally:
+            close_all(descriptors)
+        self._signal(_RING if self.is_open else _NO_RING)
+
+    def send(self, buffer: torch.Tensor) -> Pending:
+        """Start to send the next message."""
+        return _Step(self, partial(self._fill, buffer))
+
+    def recv(self, buffer: torch.Tensor) -> Pending:
+        """Start to receive the next message."""
+        return _Step(self, partial(self._empty, buffer))
+
+    def flush(self) -> Pending:
+        """Wait until the receiver has copied every message that was sent."""
+        return _Step(self, self._flush)
+
+    def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
+        """Tell the receiver of an abort. It needs no room in a message."""
+        abort = _ABORT + failed_rank.to_bytes(8, "little")
+        return [_Step(self, lambda deadline_s: self._signal(abort))]
+
+    def raise_if_aborted(self, head: bytes) -> None:
+        """Do nothing: an abort does not take the place of a message."""
+
+    def _fill(self, buffer: torch.Tensor, deadline_s: float) -> None:
+        for start in range(0, buffer.nbytes, self._slot_bytes):
+            self._wait_for_free(1, deadline_s)
+            source, nbytes = _piece(buffer, start, self._slot_bytes)
+            ctypes.memmove(self._next_slot(), source, nbytes)
+            self._signal(_SLOT)
+
+    def _flush(self, deadline_s: float) -> None:
+        self._wait_for_free(SLOTS, deadline_s)
+
+    def _wait_for_free(self, slots: int, deadline_s: float) -> None:
+        while self._slots < slots:
+            self._slots += len(self._read(SLOTS, deadline_s))
+
+    def _empty(self, buffer: torch.Tensor, deadline_s: float) -> None:
+        for start in range(0, buffer.nbytes, self._slot_bytes):
+            while not self._slots:
+                if self._failed_rank is not None:
+                    raise abort_of(self.peer, self._failed_rank)
+                # All slots, and an abort, which are never more.
+                filled, abort, rank = self._read(SLOTS + 9, deadline_s).partition(_ABORT)
+                self._slots += len(filled)
+                self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
+            target, nbytes = _piece(buffer, start, self._slot_bytes)
+            ctypes.memmove(target, self._next_slot(), nbytes)
+            # A sender that has failed may be gone, but the slots that it has filled are there.
+            with suppress(OSError):
+                self._signal(_SLOT)
+
+    def _next_slot(self) -> int:
+        """Return the address of the next slot, to copy it now."""
+        if self._stopped:
+            raise self._gone("this process has closed it")
+        address = self._address + self._next * self._slot_bytes
+        self._next, self._slots = (self._next + 1) % SLOTS, self._slots - 1
+        return address
+
+    def _signal(self, data: bytes) -> None:
+        # There is always room: at most one byte for each slot, and an abort, are on the way.
+        self._sock.send(data, socket.MSG_NOSIGNAL)
+
+    def _read(self, max_bytes: int, deadline_s: float) -> bytes:
+        while True:
+            self._set_timeout(deadline_s)
+            with suppress(TimeoutError):
+                data = self._sock.recv(max_bytes)
+                if not data:
+                    raise self._gone("it has closed it")
+                return data
+
+    def _set_timeout(self, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise self._late()
+        self._sock.settimeout(min(left_s, _MAX_WAIT_S))
+
+    def _late(self) -> LinkTimeout:
+        return LinkTimeout(f"rank {self.peer} did not copy or send the next bytes in time", peer=self.peer)
+
+    def _gone(self, why: object) -> LinkBroken:
+        return LinkBroken(
+            f"the connection to rank {self.peer} through memory is gone ({why})", peer=self.peer
+        )
+
+    def stop(self) -> None:
+        """End all waits. Does not wait itself."""
+        self._stopped = True
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        """End all waits, and free socket and memory. Nothing is copied afterwards."""
+        self.stop()
+        # If a thread is stuck, it frees them at its end.
+        if self._waiting.acquire(timeout=_STOP_S):
+            self._sock.close()
+            self._memory = None
+            self._waiting.release()
+
+    def close_inherited(self) -> None:
+        """Close the socket in a forked child."""
+        close_descriptor(self._sock)
+
+
+@dataclass
+class _Step:
+    """A `Pending` that does its work while it is waited for. `work` gets the time when it must end."""
+
+    channel: MemoryChannel
+    work: Callable[[float], None]
+
+    def wait(self, timeout_s: float) -> None:
+        channel = self.channel
+        with channel._waiting:
+            try:
+                self.work(time.monotonic() + timeout_s)
+            except LinkError:
+                raise
+            except TimeoutError as error:
+                raise channel._late() from error
+            except OSError as error:
+                raise channel._gone(error) from error
+
+
+def _piece(buffer: torch.Tensor, start: int, max_bytes: int) -> tuple[int, int]:
+    """Return the address and the size of a piece of a flat buffer; raises StateError if it was freed."""
+    held, end = buffer.untyped_storage().nbytes(), int(buffer.storage_offset()) + buffer.nbytes
+    if end > held:
+        raise StateError(
+            f"the memory of a tensor was freed during the transfer: its storage holds {held} bytes of the "
+            f"{end} that are used"
+        )
+    return buffer.data_ptr() + start, min(buffer.nbytes - start, max_bytes)
