@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -659,6 +660,7 @@ def _fetch_again_and_again(pipe: Connection, address: str) -> None:
 )
 @pytest.mark.usefixtures("_fork_server")
 def test_a_receiver_that_is_killed_at_any_moment_leaves_nothing_in_the_source(snapshot: bool) -> None:
+    forkserver.ensure_running()  # it has descriptors here
     with serve(filled(3, 32 * MIB), 1, snapshot=snapshot) as source:
         before = Resources.now()
         for moment in range(3):
@@ -683,6 +685,7 @@ def _serve_until_killed(pipe: Connection, nbytes: int) -> None:
 
 @pytest.mark.usefixtures("_fork_server")
 def test_a_source_that_is_killed_at_any_moment_leaves_nothing_in_the_receiver() -> None:
+    forkserver.ensure_running()  # it has descriptors here
     before = Resources.now()
     for killed_at in (0, 16 * MIB, 48 * MIB):
         with child(_serve_until_killed, 64 * MIB) as source:
