@@ -102,10 +102,12 @@ def _bars(results: Results, workload: WorkloadInfo, measured: Sequence[Measureme
 def _phases(results: Results, workload: WorkloadInfo, measured: Sequence[Measurement]) -> list[Plot]:
     """Draw the seconds by phase, for each side of the systems that report them."""
     lanes: dict[str, dict[str, float]] = {}
+    several = len({one.case for one in measured}) > 1
     for one in measured if workload.shows == "rate" else ():
         median_round = sorted(one.rounds, key=lambda done: done.seconds)[len(one.rounds) // 2]
         for side, phases in median_round.phases_s.items():
-            lanes[f"{results.system(one.system).title}, {side}"] = phases
+            title = results.system(one.system).title
+            lanes[f"{title}, {one.case}, {side}" if several else f"{title}, {side}"] = phases
     if not lanes:
         return []
     names = list(dict.fromkeys(name for phases in lanes.values() for name in phases))
