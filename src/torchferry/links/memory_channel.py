@@ -25,7 +25,7 @@ from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
 from torchferry.links.base import Hasher, Pending, abort_of
 from torchferry.links.forks import close_after_fork
-from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received
+from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received, populate
 from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of
 
 SLOTS = 8
@@ -46,13 +46,13 @@ _MAX_WAIT_S = 3600.0
 
 
 def ring_bytes(payload_bytes: int, receivers: int) -> int:
-    """Return the size of the ring of each receiver.
+    """Return the size of the ring of each receiver. Creating a large one takes longer than it saves.
 
-    >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(40_000, 1)
-    (4194304, 524288, 65536)
+    >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(8 << 20, 1)
+    (4194304, 524288, 1048576)
     """
-    needed_bytes = -(-payload_bytes // (SLOTS * _PAGE_BYTES)) * _PAGE_BYTES
-    slot_bytes = min(_MAX_SLOT_BYTES, _ALL_RINGS_BYTES // SLOTS // receivers, needed_bytes)
+    most_bytes = min(_ALL_RINGS_BYTES // receivers, payload_bytes // 8)
+    slot_bytes = min(_MAX_SLOT_BYTES, most_bytes // SLOTS)
     return SLOTS * max(slot_bytes // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -146,6 +146,7 @@ class MemoryChannel:
             self._signal(_NO_RING)
             return
         self._address = ring.tensor.data_ptr()
+        populate(self._address, nbytes, writable=True)
         socket.send_fds(self._sock, [_RING], [ring.descriptor], socket.MSG_NOSIGNAL)
         self._slot_bytes, self._slots = nbytes // SLOTS, SLOTS
         self.is_open = self._read(1, deadline_s) == _RING
@@ -171,6 +172,8 @@ class MemoryChannel:
         finally:
             close_all(descriptors)
         self._signal(_RING if self.is_open else _NO_RING)
+        if self.is_open:
+            populate(self._address, ring.nbytes, writable=False)
 
     def send(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to send the next message."""
