@@ -122,8 +122,15 @@ def intercepted(method: str, intercept: Interceptor, peer: int | None = None) ->
             return over_group(link, buffer, to, tag)
         return call(to, buffer, lambda given: over_group(link, given, to, tag))
 
-    def channel_method(channel: MemoryChannel, buffer: torch.Tensor) -> Any:
-        return call(channel.peer, buffer, lambda given: through_memory(channel, given))
+    def channel_method(channel: MemoryChannel, buffer: torch.Tensor, hasher: Any = None) -> Any:
+        def post(given: torch.Tensor) -> Any:
+            if hasher is None or given is buffer:
+                return through_memory(channel, given, hasher)
+            # The bytes are replaced after they were hashed.
+            hasher.update(buffer.numpy())
+            return through_memory(channel, given)
+
+        return call(channel.peer, buffer, post)
 
     def abort_method(channel: MemoryChannel, failed_rank: int, expected: Any) -> list[Any]:
         # Over the group, an abort takes the place of a message, so it is intercepted like one.
@@ -134,7 +141,7 @@ def intercepted(method: str, intercept: Interceptor, peer: int | None = None) ->
     setattr(ProcessGroupLink, method, link_method)
     setattr(MemoryChannel, method, channel_method)
     if method == "send":
-        MemoryChannel.send_abort = abort_method  # type: ignore[method-assign]
+        MemoryChannel.send_abort = abort_method  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

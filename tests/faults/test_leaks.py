@@ -20,6 +20,7 @@ from tests.faults.promise import promises
 from tests.support.cluster import Cluster
 from tests.support.sizes import QUICK
 from torchferry import PGTransport
+from torchferry.core.push import OFFER_FROM_BYTES
 from torchferry.errors import (
     BadManifest,
     LinkBroken,
@@ -102,7 +103,7 @@ def lasting_growth_since(before: Resources, patience_s: float = 5.0) -> dict[str
     return growth
 
 
-MEMORY_BYTES = 4 << 20
+MEMORY_BYTES = OFFER_FROM_BYTES
 """The size of a state that goes through memory."""
 
 

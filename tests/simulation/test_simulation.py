@@ -137,7 +137,7 @@ def unverified_chunks_count_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rejected_messages_are_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive._Receive, "_drain", lambda self, *_: None)
+    monkeypatch.setattr(receive._Receive, "_reject", lambda self, *_: None)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:

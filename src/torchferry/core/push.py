@@ -207,7 +207,7 @@ def payload_order(plan: Plan, *, digest_blocks: bool) -> list[Chunk | DigestBloc
 HASH_FIRST_BYTES = 1 << 20
 """States up to this size are hashed before they are sent, which takes 0.1 ms and saves a message."""
 
-OFFER_FROM_BYTES = 4 << 20
+OFFER_FROM_BYTES = 8 << 20
 """Memory is offered for states from this size on. For smaller ones, gloo takes less time than the ring."""
 
 MAX_METADATA_BYTES = 256 << 20

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from xxhash import xxh3_64
 
 from torchferry.compat import decode_pickled, load_leaf
 from torchferry.core.codec import EncodedManifest, Frame, decode_refusal, is_frame
@@ -442,19 +443,20 @@ class _Payload:
                 buffer = self.staging.take(item.nbytes, pinned=self.sink.pinned)
             else:
                 buffer = self.sink.open(item, place)
+            hasher = xxh3_64() if self.channel.copies and self.verify and isinstance(item, Chunk) else None
             try:
-                pending = self.channel.recv(buffer)
+                pending = self.channel.recv(buffer, hasher)
             except LinkError:
                 if isinstance(item, Chunk) and place is not None:
                     self.sink.mark(item.number, item.number + 1, ChunkState.UNTOUCHED)
                 raise
-            window.add(InFlight(buffer, item, place is not None), pending)
+            window.add(InFlight(buffer, item, place is not None, hasher), pending)
         yield from window.complete_all()
 
     def _arrived(self, message: InFlight) -> None:
         self.channel.raise_if_aborted(first_bytes(message.buffer, ABORT_BYTES))
         if isinstance(message.item, Chunk):
-            self._chunk_arrived(message.item, message.buffer)
+            self._chunk_arrived(message.item, message.buffer, message.hasher)
         elif isinstance(message.item, DigestBlock):
             self._block_arrived(message.item, message.buffer)
         if self.relay is not None:
@@ -462,10 +464,10 @@ class _Payload:
         elif message.staged:
             self.staging.give_back(message.buffer)
 
-    def _chunk_arrived(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def _chunk_arrived(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None) -> None:
         self.progress.add(chunk.nbytes)
         if self.verify:
-            self.sink.add_digest(chunk, buffer)
+            self.sink.add_digest(chunk, buffer, hasher)
         self.sink.write(chunk, buffer)
         # A chunk is whole when it is written, not when it has arrived.
         if self.verify:

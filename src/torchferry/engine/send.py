@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from msgspec import structs
+from xxhash import xxh3_64
 
 from torchferry.compat import dump_leaf
 from torchferry.core.codec import EncodedManifest, Frame, encode, encode_refusal
@@ -322,10 +323,12 @@ class _Send(Transfer[SendOptions]):
             for item in items:
                 message = yield from self._read(item, window)
                 cancellation.raise_if_cancelled()
-                window.add(message, channel.send(message.buffer))
+                if channel.copies and isinstance(item, Chunk) and self._must_hash(item):
+                    message = message._replace(hasher=xxh3_64())
+                window.add(message, channel.send(message.buffer, message.hasher))
                 posted += 1
                 # Hash a staged copy now: it can't change any more, and is still in the CPU's cache.
-                if message.staged:
+                if message.staged and message.hasher is None:
                     self._hash(message)
         except Exception as error:
             # On a failed link, an abort would fail too.
@@ -366,9 +369,12 @@ class _Send(Transfer[SendOptions]):
             progress.add(sent.item.nbytes)
             self._source.release(sent.item, sent.buffer)
 
+    def _must_hash(self, chunk: Chunk) -> bool:
+        return self._frame.digest_blocks and self._source.digests[chunk.number] == NOT_HASHED
+
     def _hash(self, message: InFlight) -> None:
-        if self._frame.digest_blocks and isinstance(message.item, Chunk):
-            self._source.hash(message.item, message.buffer)
+        if isinstance(message.item, Chunk) and self._must_hash(message.item):
+            self._source.hash(message.item, message.buffer, message.hasher)
 
     def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:
         failed: dict[int, BaseException] = {}

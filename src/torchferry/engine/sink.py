@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from xxhash import xxh3_64
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra, compare, tensor_pairs
@@ -205,9 +206,9 @@ class Sink:
     def _mark_written(self, chunk: Chunk) -> None:
         self._states[chunk.number] = ChunkState.WRITTEN
 
-    def add_digest(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Hash a received chunk."""
-        self._digests[chunk.number] = digest(buffer)
+    def add_digest(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None) -> None:
+        """Hash a received chunk. `hasher` has hashed it already."""
+        self._digests[chunk.number] = digest(buffer) if hasher is None else hasher.intdigest()
 
     def expect(self, first: int, digests: Sequence[int]) -> None:
         """Note the digests of the sender, from the chunk `first` on."""

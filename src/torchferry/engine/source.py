@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchferry.core.plan import Chunk, Plan, samples_of
 from torchferry.core.tree import format_path, occurrences
@@ -86,14 +86,14 @@ class ChunkSource:
         if self.must_stage(chunk):
             self.staging.give_back(buffer)
 
-    def hash(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Hash a chunk that was read, unless its digest is known."""
+    def hash(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None) -> None:
+        """Hash a chunk that was read, unless its digest is known. `hasher` has hashed it already."""
         if self.digests[chunk.number] == NOT_HASHED:
             uncounted = not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces)
-            self._hash(chunk, buffer, each_piece=uncounted)
+            found = digest(buffer) if hasher is None else hasher.intdigest()
+            self._note(chunk, buffer, found, each_piece=uncounted)
 
-    def _hash(self, chunk: Chunk, buffer: torch.Tensor, *, each_piece: bool) -> None:
-        found = digest(buffer)
+    def _note(self, chunk: Chunk, buffer: torch.Tensor, found: int, *, each_piece: bool) -> None:
         if each_piece:
             self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
         # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
@@ -103,7 +103,7 @@ class ChunkSource:
         """Hash every chunk, and every piece, so that `find_changes` can tell which piece changed."""
         for chunk in self.plan.chunks:
             buffer = self.read(chunk)
-            self._hash(chunk, buffer, each_piece=True)
+            self._note(chunk, buffer, digest(buffer), each_piece=True)
             self.release(chunk, buffer)
 
     def take_samples(self) -> None:

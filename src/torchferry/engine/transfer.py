@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from xxhash import xxh3_64
 
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import paths_of
@@ -145,11 +146,15 @@ def with_outcome(
 
 
 class InFlight(NamedTuple):
-    """A message that was started, and its memory: the state's own if `in_place`. A frame has no `item`."""
+    """A message that was started, and its memory: the state's own if `in_place`. A frame has no `item`.
+
+    If the channel hashes the message, `hasher` has its digest when it has completed.
+    """
 
     buffer: torch.Tensor
     item: Chunk | DigestBlock | None = None
     in_place: bool = False
+    hasher: xxh3_64 | None = None
 
     @property
     def staged(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -31,6 +31,13 @@ FIRST_ANSWER_TAG = _FIRST_MESSAGE_TAG + (1 << 29)
 _POSITIONS = 1 << 12
 _SERIALS = 1 << 9
 _ORIGINS = 1 << 8
+
+
+class Hasher(Protocol):
+    """Hashes a message piece by piece."""
+
+    def update(self, data: Any, /) -> None:
+        """Add the next piece."""
 
 
 class Pending(Protocol):
@@ -174,19 +181,26 @@ class Link:
 
 @dataclass
 class Channel:
-    """Messages to or from one peer, in order. Each has the next of `tags`."""
+    """Messages to or from one peer, in order. Each has the next of `tags`.
+
+    A channel that `copies` hashes each message if it gets a hasher. Other channels take none.
+    """
+
+    copies: ClassVar[bool] = False
 
     link: Link
     peer: int
     tags: Iterator[int]
     nonce: bytes = b""
 
-    def send(self, buffer: torch.Tensor) -> Pending:
+    def send(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to send the next message; raises LinkBroken if the connection is gone."""
+        assert hasher is None, "the link does not hash"
         return self.link.send(buffer, self.peer, next(self.tags))
 
-    def recv(self, buffer: torch.Tensor) -> Pending:
+    def recv(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to receive the next message; raises LinkBroken if the connection is gone."""
+        assert hasher is None, "the link does not hash"
         return self.link.recv(buffer, self.peer, next(self.tags))
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:

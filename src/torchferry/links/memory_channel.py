@@ -17,14 +17,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
-from torchferry.links.base import Pending, abort_of
+from torchferry.links.base import Hasher, Pending, abort_of
 from torchferry.links.forks import close_after_fork
-from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received
+from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received, populate
 from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of
 
 SLOTS = 8
@@ -45,13 +46,13 @@ _MAX_WAIT_S = 3600.0
 
 
 def ring_bytes(payload_bytes: int, receivers: int) -> int:
-    """Return the size of the ring of each receiver.
+    """Return the size of the ring of each receiver. Creating a large one takes longer than it saves.
 
-    >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(40_000, 1)
-    (4194304, 524288, 65536)
+    >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(8 << 20, 1)
+    (4194304, 524288, 1048576)
     """
-    needed_bytes = -(-payload_bytes // (SLOTS * _PAGE_BYTES)) * _PAGE_BYTES
-    slot_bytes = min(_MAX_SLOT_BYTES, _ALL_RINGS_BYTES // SLOTS // receivers, needed_bytes)
+    most_bytes = min(_ALL_RINGS_BYTES // receivers, payload_bytes // 8)
+    slot_bytes = min(_MAX_SLOT_BYTES, most_bytes // SLOTS)
     return SLOTS * max(slot_bytes // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -114,9 +115,13 @@ def take_offer(
 class MemoryChannel:
     """One end of the channel. Messages are copied while they are waited for, in the order of their starts.
 
+    A message is hashed while its bytes are in the cache, if there is a hasher for it.
+
     Both ends first open it: the sender with `send_ring`, the receiver with `receive_ring`. If there is no
     memory for the ring, `is_open` is False afterwards, on both ends.
     """
+
+    copies: ClassVar[bool] = True
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         self.peer = peer
@@ -141,6 +146,7 @@ class MemoryChannel:
             self._signal(_NO_RING)
             return
         self._address = ring.tensor.data_ptr()
+        populate(self._address, nbytes, writable=True)
         socket.send_fds(self._sock, [_RING], [ring.descriptor], socket.MSG_NOSIGNAL)
         self._slot_bytes, self._slots = nbytes // SLOTS, SLOTS
         self.is_open = self._read(1, deadline_s) == _RING
@@ -166,14 +172,16 @@ class MemoryChannel:
         finally:
             close_all(descriptors)
         self._signal(_RING if self.is_open else _NO_RING)
+        if self.is_open:
+            populate(self._address, ring.nbytes, writable=False)
 
-    def send(self, buffer: torch.Tensor) -> Pending:
+    def send(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to send the next message."""
-        return _Step(self, partial(self._fill, buffer))
+        return _Step(self, partial(self._fill, buffer, hasher))
 
-    def recv(self, buffer: torch.Tensor) -> Pending:
+    def recv(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to receive the next message."""
-        return _Step(self, partial(self._empty, buffer))
+        return _Step(self, partial(self._empty, buffer, hasher))
 
     def flush(self) -> Pending:
         """Wait until the receiver has copied every message that was sent."""
@@ -187,12 +195,16 @@ class MemoryChannel:
     def raise_if_aborted(self, head: bytes) -> None:
         """Do nothing: an abort does not take the place of a message."""
 
-    def _fill(self, buffer: torch.Tensor, deadline_s: float) -> None:
+    def _fill(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
         for start in range(0, buffer.nbytes, self._slot_bytes):
             self._wait_for_free(1, deadline_s)
             source, nbytes = _piece(buffer, start, self._slot_bytes)
-            ctypes.memmove(self._next_slot(), source, nbytes)
+            slot = self._next_slot()
+            ctypes.memmove(slot, source, nbytes)
             self._signal(_SLOT)
+            if hasher is not None:
+                # The copy, which is what the receiver gets. The memory of the state may have changed since.
+                hasher.update((ctypes.c_char * nbytes).from_address(slot))
 
     def _flush(self, deadline_s: float) -> None:
         self._wait_for_free(SLOTS, deadline_s)
@@ -201,7 +213,7 @@ class MemoryChannel:
         while self._slots < slots:
             self._slots += len(self._read(SLOTS, deadline_s))
 
-    def _empty(self, buffer: torch.Tensor, deadline_s: float) -> None:
+    def _empty(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
         for start in range(0, buffer.nbytes, self._slot_bytes):
             while not self._slots:
                 if self._failed_rank is not None:
@@ -215,6 +227,8 @@ class MemoryChannel:
             # A sender that has failed may be gone, but the slots that it has filled are there.
             with suppress(OSError):
                 self._signal(_SLOT)
+            if hasher is not None:
+                hasher.update((ctypes.c_char * nbytes).from_address(target))
 
     def _next_slot(self) -> int:
         """Return the address of the next slot, to copy it now."""

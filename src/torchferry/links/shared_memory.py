@@ -19,6 +19,7 @@ from torchferry.links.forks import close_after_fork
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # no more seals, no shrinking, no growing, no new writers
 _MADV_DONTFORK = 10
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -44,6 +45,11 @@ class Mapping:
         self.address: int = address
         self.nbytes = nbytes
         weakref.finalize(self, _unmap, address, nbytes, os.getpid()).atexit = False
+
+
+def populate(address: int, nbytes: int, *, writable: bool) -> None:
+    """Map all pages of a range now, which takes less time than a fault for each. Linux before 5.14 can't."""
+    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
 
 
 def _unmap(address: int, nbytes: int, process: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.msgpack import Decoder
@@ -23,6 +25,7 @@ from torchferry.core.codec import (
     is_frame,
 )
 from torchferry.core.manifest import Branch, Leaf, Manifest, Nested, Special, TensorSpec
+from torchferry.core.push import Route
 from torchferry.core.tree import MAX_DEPTH
 from torchferry.errors import BadManifest
 
@@ -192,3 +195,22 @@ def test_every_part_of_a_manifest_is_held_to_its_type() -> None:
     frame = MAGIC + bytes([VERSION]) + xxh3_64_intdigest(body).to_bytes(8, "little") + body
     with pytest.raises(BadManifest, match="can't be decoded"):
         decode(frame)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offer": b"t" * 15, "nonce": b"n" * 16},
+        {"offer": b"t" * 16},
+        {"offer": b"t" * 16, "nonce": b"n" * 16, "route": Route(0)},
+    ],
+    ids=["short token", "no nonce", "route"],
+)
+def test_an_invalid_offer_of_memory_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadManifest, match="offers memory"):
+        decode(encode(Frame(STATE, 1 << 20, **fields)))
+
+
+def test_an_offer_of_memory_is_decoded() -> None:
+    frame = Frame(STATE, 1 << 20, nonce=b"n" * 16, offer=b"t" * 16)
+    assert decode(encode(frame)).offer == b"t" * 16

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchferry.core.push import NONCE_BYTES, TOKEN_BYTES
 from torchferry.errors import LinkBroken, LinkTimeout, PeerGaveUp, StateError
@@ -80,8 +81,23 @@ def test_messages_of_all_sizes_arrive_in_order(ends: tuple[MemoryChannel, Memory
             sender.send(each).wait(FAR_S)
         sender.flush().wait(FAR_S)
 
-    both(send, lambda: [receiver.recv(each).wait(FAR_S) for each in received])
+    def receive() -> None:
+        for each in received:
+            receiver.recv(each).wait(FAR_S)
+
+    both(send, receive)
     assert all(torch.equal(one, two) for one, two in zip(sent, received, strict=True))
+
+
+def test_both_ends_hash_a_message_that_they_copy(ends: tuple[MemoryChannel, MemoryChannel]) -> None:
+    sender, receiver = ends
+    data = message(3 * SLOTS * SLOT_BYTES + 5)
+    sending, receiving = xxh3_64(), xxh3_64()
+    both(
+        lambda: sender.send(data, sending).wait(FAR_S),
+        lambda: receiver.recv(torch.zeros_like(data), receiving).wait(FAR_S),
+    )
+    assert sending.intdigest() == receiving.intdigest() == xxh3_64_intdigest(data.numpy().tobytes())
 
 
 def test_a_flush_waits_for_the_receiver(ends: tuple[MemoryChannel, MemoryChannel]) -> None:

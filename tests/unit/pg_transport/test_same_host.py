@@ -244,12 +244,12 @@ def fail_in_the_middle(rank: int, failing: int, name: str) -> tuple[str, list[st
     method = "send" if rank == 0 else "recv"
     original = getattr(MemoryChannel, method)
 
-    def counted(channel: MemoryChannel, buffer: torch.Tensor) -> Any:
+    def counted(channel: MemoryChannel, buffer: torch.Tensor, hasher: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2 and rank == failing:
             raise MemoryError("a test")
-        return original(channel, buffer)
+        return original(channel, buffer, hasher)
 
     patch.setattr(MemoryChannel, method, counted)
     ferry = PGTransport(new_group(rank, (0, 1), name), TIMEOUT_S, "cpu")
