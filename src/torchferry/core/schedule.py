@@ -16,7 +16,7 @@ REQUEST_BYTES = 8 << 20
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
 
-PEER_S = 0.15
+PEER_S = 0.1
 """How long another receiver may be silent, times its place in the chain of receivers. The one that takes
 chunks from a stopped receiver notices first, and goes on before the next ones look for another source."""
 

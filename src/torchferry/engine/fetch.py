@@ -22,7 +22,7 @@ from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.report import FetchReport
-from torchferry.core.schedule import OVERDUE_S
+from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.core.text import show_text
 from torchferry.engine import metadata
 from torchferry.engine.history import history
@@ -199,7 +199,9 @@ class _Fetch(Phases):
         try:
             while not receiving.is_done:
                 receiving.check(options.stall_s)
-                self._watch(lambda: receiving.is_done, time.monotonic() + EVENT_S)
+                # A receiver that is silent must be found before those behind this one give it up.
+                look_s = EVENT_S if options.reshare is None else PEER_S / 2
+                self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
             receiving.check(options.stall_s)
             self._enter(FetchState.ASSEMBLING)
             if atomic and not options.verify:

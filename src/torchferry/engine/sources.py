@@ -175,6 +175,9 @@ class Sources:
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
             is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + OVERDUE_S
             given = [each for each in serving if not each.is_peer]
+            # If one never delivered anything, the next may be no better.
+            if any(each.is_peer and not each.report.chunks and each not in peers for each in serving):
+                return peers[:1] + given
             return peers[:1] or ([] if is_first else given or serving)
 
     def lose(self, source: RemoteSource, error: FerryError) -> None:
