@@ -80,7 +80,8 @@ class Source:
         if advertise is not None:
             parse_host(arguments.check_str(advertise, "advertise"), port)
         listener = listen(host, port)
-        self._port = own_port = listener.getsockname()[1]
+        self._listens_at = listener.getsockname()[:2]
+        own_port = self._listens_at[1]
         named = parse_host(advertise or reachable_host(listener), own_port)
         self._address = Address(*named, token, tls is not None)
         self._workspace = Workspace(CPU)
@@ -195,7 +196,7 @@ class Source:
 
     def resharing(self) -> Resharing:
         """Return what serves the chunks of a fetch at this source's port. `fetch(reshare=…)` uses it."""
-        return Resharing(self._server, self._port)
+        return Resharing(self._server, *self._listens_at)
 
     def close_inherited(self) -> None:
         """Forget all memory in a forked child. The server closes its sockets itself."""

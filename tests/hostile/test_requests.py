@@ -69,6 +69,11 @@ BAD_LEASES: dict[str, Any] = {
     "a version that is a float": {**LEASE, "version": 7.5},
     "a negative wait": {**LEASE, "newer_than": 7, "wait_s": -1.0},
     "a wait that is not a number": {**LEASE, "newer_than": 7, "wait_s": float("nan")},
+    "a negative port": {**LEASE, "port": -1},
+    "a port that is too high": {**LEASE, "port": 65536},
+    "a port that is a text": {**LEASE, "port": "80"},
+    "a port with a host": {**LEASE, "port": ["10.0.0.1", 80]},
+    "another host": {**LEASE, "port": 80, "host": "10.0.0.1"},
     "a wait that is a text": {**LEASE, "newer_than": 7, "wait_s": "1"},
 }
 
@@ -227,7 +232,7 @@ def test_every_mutated_request_is_answered_or_ends_its_connection(source: Source
     messages = [
         # Not both: a source may wait for as long as it is asked to.
         msgspec.msgpack.encode({**LEASE, "version": 7, "wait_s": 0.0}),
-        msgspec.msgpack.encode({**LEASE, "newer_than": 6}),
+        msgspec.msgpack.encode({**LEASE, "newer_than": 6, "port": 80}),
         msgspec.msgpack.encode(Result("failed", "reason")),
     ]
     outcomes: Counter[int | None] = Counter()

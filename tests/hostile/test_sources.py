@@ -23,6 +23,7 @@ from tests.hostile.attacks.sources import (
     DOCUMENTS,
     FLAGS,
     NUMBERS,
+    OTHERS,
     SOURCE_ATTACKS,
     SourceAttack,
     document_of,
@@ -193,6 +194,19 @@ def test_metadata_by_the_byte_does_not_stop_a_fetch_that_has_an_honest_source_to
         assert is_same(fetch_from([malicious.address, honest.address], 20.0), honest_state())
 
 
+@pytest.mark.parametrize("number", range(len(OTHERS["peers"])))
+def test_whatever_a_source_says_of_other_receivers_a_fetch_that_reshares_ends_in_time(
+    number: int, honest: Source
+) -> None:
+    (attack,) = (each for each in SOURCE_ATTACKS if each.name == f"grant_peers_{number}")
+    with forwarding(honest.address, attack.change) as malicious:
+        found = fetch_from([malicious.address], 8.0, reshare=True, via="tcp")
+        assert isinstance(found, FerryError) or is_same(found, honest_state())
+        # Names are not looked up. Addresses that can't be reached are given up.
+        is_valid = number in (4, 5, *range(7, 14), 15)
+        assert isinstance(found, FerryError) != is_valid
+
+
 # Lies that fit together.
 
 
@@ -211,6 +225,8 @@ def lying(
         "chunk_bytes": CHUNK_BYTES,
         "pack_bytes": 0,
         "chunks": len(digests) // 8,
+        "peers": [{"host": "127.0.0.1", "port": 1}],
+        "peer_token": "3" * 64,
         **numbers,
     }
     granted = msgspec.msgpack.encode(grant)
@@ -366,7 +382,9 @@ def test_every_mutated_answer_ends_in_a_ferry_error_or_a_state() -> None:
                 manifest, digests, payload, seed=seed if rng.random() < 0.5 else None, **numbers
             ) as server:
                 into = target if rng.random() < 0.5 else None
-                found = fetch_from([server.address], 10.0, into, strict=False, verify=rng.random() < 0.5)
+                verify = rng.random() < 0.5
+                options: dict[str, Any] = {"strict": False, "verify": verify, "reshare": verify}
+                found = fetch_from([server.address], 10.0, into, **options)
         except BaseException as error:
             error.add_note(f"seed {seed}: replay with FUZZ_SEED={seed} FUZZ_MUTATIONS=100")
             raise
@@ -376,4 +394,4 @@ def test_every_mutated_answer_ends_in_a_ferry_error_or_a_state() -> None:
 
 
 def test_every_field_of_a_grant_is_attacked() -> None:
-    assert {*NUMBERS, *DIGESTS, *FLAGS} == {*Grant.__struct_fields__}
+    assert {*NUMBERS, *DIGESTS, *FLAGS, *OTHERS} == {*Grant.__struct_fields__}

@@ -71,6 +71,20 @@ def versions_are_freed_while_a_thread_sends_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Leases, "reading", reading)
 
 
+def receivers_are_sent_to_readers_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers(self: Leases[Any], lease: Lease[Any]) -> tuple[Any, ...]:
+        return tuple(other.peer for other in self._open.values() if other is not lease)[::-1]
+
+    monkeypatch.setattr(Leases, "peers", peers)
+
+
+def receivers_are_sent_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peers(self: Leases[Any], lease: Lease[Any]) -> tuple[Any, ...]:
+        return tuple(other.peer for other in self._open.values() if other.held is lease.held)[::-1]
+
+    monkeypatch.setattr(Leases, "peers", peers)
+
+
 def a_send_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "end_send", lambda self, lease: None)
 
@@ -227,6 +241,8 @@ def a_fetch_does_not_compare(monkeypatch: pytest.MonkeyPatch) -> None:
 MUTATIONS: list[Mutate] = [
     versions_are_freed_while_they_are_leased,
     versions_are_freed_while_a_thread_sends_them,
+    receivers_are_sent_to_readers_of_other_versions,
+    receivers_are_sent_to_themselves,
     a_send_never_ends,
     a_replaced_version_is_forgotten,
     silent_leases_do_not_expire,

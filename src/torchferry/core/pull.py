@@ -87,19 +87,23 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True):
     digest of all that the receiver relies on: see `metadata_digest`.
     """
 
-    lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    lease: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
     version: Version
-    root: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    metadata: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    root: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
+    metadata: Annotated[str, Meta(pattern="^[0-9a-f]{16}\\Z")]
     payload_bytes: Count
     chunk_bytes: Annotated[int, Meta(ge=ITEM_BYTES, le=MAX_PULL_CHUNK_BYTES)]
     pack_bytes: Annotated[int, Meta(ge=0, le=MAX_PULL_CHUNK_BYTES)]
     chunks: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
     snapshot: bool = False
-    memory: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
+    memory: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")] | None = None
     port: Port = 0
     peers: Annotated[tuple[Peer, ...], Meta(max_length=MAX_PEERS)] = ()
-    peer_token: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    peer_token: Annotated[str, Meta(pattern="^([0-9a-f]{64})?\\Z")] = ""
+
+    def __repr__(self) -> str:
+        # Without the token.
+        return f"Grant(version={self.version}, root={self.root!r}, chunks={self.chunks}, peers={self.peers})"
 
 
 class InMemory(Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,6 +16,13 @@ REQUEST_BYTES = 8 << 20
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
 
+PEER_S = 0.1
+"""How long another receiver may be silent, times its place in the chain of receivers. The one that takes
+chunks from a stopped receiver notices first, and goes on before the next ones look for another source."""
+
+PEER_REST_S = 10.0
+"""How long another receiver rests after it was silent for too long: the next source is as good."""
+
 _SLOW = 4
 """A chunk is late if it takes this many times as long as chunks usually take."""
 
@@ -32,6 +39,7 @@ class Backoff:
     (None, True, False)
     """
 
+    first_rest_s: float = OVERDUE_S
     _failures: Counter[int] = field(default_factory=Counter)  # by lane, since its last chunk landed
     _rest_s: float = 0.0
     _rests_until_s: float = 0.0
@@ -42,7 +50,7 @@ class Backoff:
 
     def overdue(self, now_s: float) -> None:
         """Note that the source was too slow."""
-        self._rest_s = 2 * self._rest_s or OVERDUE_S
+        self._rest_s = 2 * self._rest_s or self.first_rest_s
         self._rests_until_s = now_s + self._rest_s
 
     def failed(self, lane: int) -> bool:
@@ -57,11 +65,15 @@ class Backoff:
 
 @dataclass
 class _Asked:
-    """The chunks that a lane was asked for and has not delivered. `began_s` is the start of the first."""
+    """The chunks that a lane was asked for and has not delivered. `began_s` is the start of the first.
+
+    `peer_s` is how long another receiver may be silent; None for a source.
+    """
 
     chunks: deque[int]
     began_s: float
     heard_s: float
+    peer_s: float | None
 
 
 class Schedule:
@@ -91,10 +103,11 @@ class Schedule:
         """Whether there are chunks that no lane was asked for."""
         return bool(self._needed)
 
-    def take(self, lane: int, lanes: int, now_s: float) -> range:
+    def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
         """Return the chunks that an idle lane asks for now, out of `lanes` lanes; empty if none is left.
 
-        Towards the end, lanes ask for less, so that they finish at about the same time.
+        Towards the end, lanes ask for less, so that they finish at about the same time. `peer_s` is how long
+        the other side may be silent if it is another receiver.
         """
         assert lane not in self._asked, "a lane delivers what it was asked for before it takes more"
         if not self._needed:
@@ -109,7 +122,7 @@ class Schedule:
         if end < run.stop:
             self._needed.appendleft(range(end, run.stop))
         self._needed_bytes -= nbytes
-        self._asked[lane] = _Asked(deque(range(run.start, end)), now_s, now_s)
+        self._asked[lane] = _Asked(deque(range(run.start, end)), now_s, now_s, peer_s)
         return range(run.start, end)
 
     def heard(self, lane: int, heard_s: float) -> None:
@@ -140,10 +153,14 @@ class Schedule:
         return [lane for lane, asked in self._asked.items() if self._late_s(asked) <= now_s]
 
     def _late_s(self, asked: _Asked) -> float:
-        late_s = asked.heard_s + OVERDUE_S
-        if self._chunk_s is not None:
-            late_s = min(late_s, asked.began_s + _SLOW * self._chunk_s + OVERDUE_S)
-        return late_s
+        silent_s = OVERDUE_S
+        if self._chunk_s is None:
+            # How fast a chunk can be is not known. Another receiver that trickles is not waited for.
+            return (asked.heard_s if asked.peer_s is None else asked.began_s) + silent_s
+        usual_s = _SLOW * self._chunk_s
+        if asked.peer_s is not None:
+            silent_s = min(max(asked.peer_s, usual_s), OVERDUE_S)
+        return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
 
 
 def _runs(chunks: Iterable[int]) -> Iterable[range]:

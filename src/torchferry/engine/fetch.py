@@ -22,7 +22,7 @@ from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.report import FetchReport
-from torchferry.core.schedule import OVERDUE_S
+from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.core.text import show_text
 from torchferry.engine import metadata
 from torchferry.engine.history import history
@@ -199,7 +199,9 @@ class _Fetch(Phases):
         try:
             while not receiving.is_done:
                 receiving.check(options.stall_s)
-                self._watch(lambda: receiving.is_done, time.monotonic() + EVENT_S)
+                # A receiver that is silent must be found before those behind this one give it up.
+                look_s = EVENT_S if options.reshare is None else PEER_S / 2
+                self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
             receiving.check(options.stall_s)
             self._enter(FetchState.ASSEMBLING)
             if atomic and not options.verify:
@@ -337,11 +339,13 @@ class _Fetch(Phases):
             source.report_damage(needed[0], self._left_s())
 
     def _confirm(self, grant: Grant) -> bool:
-        """Tell every source that the fetch is complete, and return whether all that were given know.
+        """Tell every source that was given that the fetch is complete, and return whether all know.
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
-        serving, result = self._sources.serving(), Result("confirmed", verified=self.options.verify)
+        # Other receivers need not know, and are not waited for.
+        serving = [source for source in self._sources.serving() if not source.is_peer]
+        result = Result("confirmed", verified=self.options.verify)
         # A source that is known to be too slow is not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
         untold = self._in_thread(self._sources.tell, ready, result, min(_CONFIRM_S, self._left_s()))
@@ -349,10 +353,9 @@ class _Fetch(Phases):
         if unsure and not self.options.verify:
             shown = ", ".join(source.peer for source in unsure)
             raise PeerGaveUp(f"nothing was verified, and {shown} can't say whether its state changed")
-        untold = [source for source in untold if not source.is_peer]
-        if not untold and not all(source.is_peer for source in serving):
+        if serving and not untold:
             return True
-        lost = ", ".join(source.peer for source in untold or self._sources.all)
+        lost = ", ".join(source.peer for source in untold or self._sources.all if not source.is_peer)
         logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
         return False
 

@@ -71,10 +71,8 @@ class Landing:
     # For other receivers, which take chunks from this one.
 
     def can_read_all(self) -> bool:
-        """Return whether every chunk will be somewhere as it was sent."""
-        return all(
-            chunk.number in self._beside or self.sink.can_read(chunk) for chunk in self.sink.plan.chunks
-        )
+        """Return whether every chunk will be somewhere as it was sent, also after `apply`."""
+        return all(map(self.sink.can_read, self.sink.plan.chunks))
 
     def read(self, chunk: Chunk) -> torch.Tensor | None:
         """Wait until a chunk has landed, and return its bytes; None after `stop_reading`."""

@@ -166,7 +166,8 @@ class Receiving:
                 self._raise_if_over()
             with self._changed:
                 if self._schedule.has_more:
-                    return self._schedule.take(lane.number, len(self._lanes), time.monotonic())
+                    now_s, peer_s = time.monotonic(), lane.source.peer_s
+                    return self._schedule.take(lane.number, len(self._lanes), now_s, peer_s)
         return None
 
     def _wait_until_needed(self, lane: _Lane) -> bool:

@@ -13,7 +13,7 @@ from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.core.report import SourceReport
-from torchferry.core.schedule import Backoff
+from torchferry.core.schedule import PEER_REST_S, Backoff
 from torchferry.core.text import show_text
 from torchferry.errors import (
     BadManifest,
@@ -59,8 +59,9 @@ _ERRORS: dict[int, type[FerryError]] = {
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
-    If it `is_peer`, it is another receiver, which serves what it has. `port_at` returns the port at which
-    this receiver does so, given its address in the connection to the source.
+    `peer_s` is given if it is another receiver, which serves what it has: how long it may be silent.
+    `port_at` returns the port at which this receiver serves, given its address in the connection to the
+    source. Both are `own_place` afterwards.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -77,16 +78,17 @@ class RemoteSource:
         via: Via | None = None,
         *,
         port_at: Callable[[str], int] | None = None,
-        is_peer: bool = False,
+        peer_s: float | None = None,
     ) -> None:
-        self.is_peer = is_peer
+        self.peer_s = peer_s
         self._port_at = port_at
+        self.own_place: tuple[str, int] | None = None
         self.address = address
         self.peer = str(address)
         self.report = SourceReport()
         self.grant: Grant | None = None
         self.error: FerryError | None = None
-        self.backoff = Backoff()
+        self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
         self._tls = tls
         self._max_metadata_bytes = max_metadata_bytes
         self._via = via
@@ -95,6 +97,11 @@ class RemoteSource:
         self._control: HttpConnection | None = None
         self._renewing = threading.Lock()
         self._over = threading.Event()
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is another receiver."""
+        return self.peer_s is not None
 
     @property
     def serves(self) -> bool:
@@ -176,7 +183,8 @@ class RemoteSource:
         """Connect and ask for a lease; None if there was nothing newer until the deadline."""
         control = self.connect(deadline_s - time.monotonic())
         if self._port_at is not None:
-            wanted = structs.replace(wanted, port=self._port_at(control.own_host))
+            self.own_place = control.own_host, self._port_at(control.own_host)
+            wanted = structs.replace(wanted, port=self.own_place[1])
         unneeded: HttpConnection | None = control
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:

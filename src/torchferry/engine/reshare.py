@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.outcome import paths_of
@@ -18,8 +19,8 @@ from torchferry.engine.published import Published, SnapshotMemory
 from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Shelf
 from torchferry.engine.source import digest, view
-from torchferry.errors import BadArgument
-from torchferry.links.address import listen
+from torchferry.errors import BadArgument, StateError
+from torchferry.links.address import ANY_HOST, listen
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http_server import HttpServer
 from torchferry.links.sockets import close_descriptor
@@ -41,11 +42,13 @@ class _Arriving(Published):
         self._landing = landing
 
     def read(self, first: int, end: int) -> Iterator[memoryview]:
-        for chunk in self.plan.chunks[first:end]:
-            buffer = self._landing.read(chunk)
-            if buffer is None:
-                return
-            yield view(buffer)
+        # The user may free the memory when the fetch is over.
+        with suppress(StateError):
+            for chunk in self.plan.chunks[first:end]:
+                buffer = self._landing.read(chunk)
+                if buffer is None:
+                    return
+                yield view(buffer)
 
     def changed_paths(self, chunk: int | None = None) -> list[str]:
         if chunk is None:
@@ -59,14 +62,15 @@ class _Arriving(Published):
 class Resharing:
     """What one fetch serves to other receivers of the same version: at `server`, or at a server of its own.
 
-    `port` is that of the server.
+    `host` and `port` are where the server listens.
     """
 
-    def __init__(self, server: HttpServer | None = None, port: int = 0) -> None:
+    def __init__(self, server: HttpServer | None = None, host: str | None = None, port: int = 0) -> None:
         self._server = server
         self._is_own = server is None
         self._port = port
-        self._host: str | None = None
+        self._host = host
+        self._is_stopped = False
         self._listener: socket.socket | None = None
         self._handler: PullHandler | None = None
         self._landing: Landing | None = None
@@ -77,8 +81,8 @@ class Resharing:
     def port_at(self, host: str) -> int:
         """Listen at an address of this machine, and return the port; 0 if it listens at another already."""
         with self._lock:
-            if not self._is_own:
-                return self._port
+            if self._is_stopped:
+                return 0
             if self._host is None:
                 self._host = host
                 try:
@@ -86,7 +90,14 @@ class Resharing:
                     self._port = self._listener.getsockname()[1]
                 except BadArgument as error:
                     logger.warning("chunks are not served to other receivers: %s", error.what)
-            return self._port if self._host == host else 0
+            elif not self._is_own and self._host not in (host, *ANY_HOST):
+                logger.warning(
+                    "chunks are not served to other receivers: the source given as reshare= listens on %s, "
+                    "and they may reach this process at %s",
+                    self._host,
+                    host,
+                )
+            return self._port if self._host in (host, *ANY_HOST) else 0
 
     def start(
         self,
@@ -99,6 +110,8 @@ class Resharing:
     ) -> None:
         """Serve what lands from now on, to receivers that know the token of the version."""
         if not self._port or not grant.peer_token or not landing.can_read_all():
+            # Those who were told of this receiver find at once that it serves nothing.
+            self.stop()
             return
         self._landing = landing
         self._shelf.put(name, _Arriving(grant, encoded, plan, digests, landing), 1.0, "drop")
@@ -124,6 +137,8 @@ class Resharing:
         self._shelf.close(linger_s)
         if self._landing is not None:
             self._landing.stop_reading()
+        with self._lock:
+            self._is_stopped = True
         if self._server is not None and self._handler is not None:
             self._server.remove_handler(self._handler)
             if self._is_own:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
-from torchferry.core.schedule import OVERDUE_S
+from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
@@ -23,12 +23,15 @@ from torchferry.errors import (
     SourcesLost,
     StateError,
 )
-from torchferry.links.address import Address
+from torchferry.links.address import Address, is_numeric
 
 logger = logging.getLogger(__name__)
 
 _PEERS = 2
-"""From how many other receivers chunks come at the same time: one that is stopped does not stop this one."""
+"""How many other receivers have granted a lease: the one that chunks come from, and one in reserve."""
+
+_PEER_ANSWERS_S = 10.0
+"""How long another receiver may take to grant a lease. It does so when it has compared the states."""
 
 
 class Sources:
@@ -54,7 +57,7 @@ class Sources:
             RemoteSource(address, tls, max_metadata_bytes, via, port_at=port_at) for address in addresses
         ]
         self._peers: list[RemoteSource] = []  # that were not asked yet, the best first
-        self._asked_s = 0.0
+        self._asked_s: dict[RemoteSource, float] = {}  # when peers were asked
         self.unanswered = set(self.all)
         self.wanted = wanted
         self.chosen: Grant | None = None
@@ -131,34 +134,51 @@ class Sources:
         A source on this machine is better still: its memory takes no link.
         """
         given = next(source for source in self.all if source.grant is grant)
-        if grant.peers and not given.is_local():
-            addresses = [
-                Address(peer.host, peer.port, grant.peer_token, given.address.secure) for peer in grant.peers
+        # The source names addresses. It can't make this process look names up, or ask itself.
+        named = [
+            peer
+            for peer in grant.peers
+            if peer.port and is_numeric(peer.host) and (peer.host, peer.port) != given.own_place
+        ]
+        if named and grant.peer_token and not given.is_local():
+            silent_s = PEER_S * (1 + len(grant.peers))
+            self._peers = [
+                RemoteSource(
+                    Address(peer.host, peer.port, grant.peer_token, given.address.secure),
+                    tls,
+                    max_metadata_bytes=0,
+                    via="tcp",
+                    peer_s=silent_s,
+                )
+                for peer in named
             ]
-            self._peers = [RemoteSource(address, tls, 0, "tcp", is_peer=True) for address in addresses]
 
     def preferred(self) -> list[RemoteSource]:
-        """Return the sources to ask now: up to _PEERS peers if some serve, or else all that were given.
+        """Return the sources to ask now: one peer if some serve, or else all that were given.
 
-        It is empty while the answer of a peer is due.
+        A peer that serves one other receiver has the same to send as to receive. If each took chunks from
+        several, those at the start of the chain would have more to send. It is empty while the first peers
+        may answer.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
             peers = [each for each in serving if each.is_peer and not each.backoff.rests(now_s)]
-            asked = [each for each in self.unanswered if each.is_peer]
-            for peer in asked if now_s > self._asked_s + OVERDUE_S else ():
-                self.unanswered.discard(peer)
-                self.lose(peer, LinkTimeout("the peer did not answer in time"))
-            while self.chosen is not None and self._peers and len(peers) + len(asked) < _PEERS:
+            asked = [each for each, since_s in self._asked_s.items() if now_s < since_s + OVERDUE_S]
+            due = [each for each in asked if each in self.unanswered]
+            while self.chosen is not None and self._peers and len(peers) + len(due) < _PEERS:
                 peer = self._peers.pop(0)
                 self.all.append(peer)
                 self.unanswered.add(peer)
-                asked.append(peer)
-                self._asked_s = now_s
+                self._asked_s[peer] = now_s
+                due.append(peer)
                 wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
-                self.start(self._open, peer, wanted, OVERDUE_S)
-            due = any(peer in self.unanswered for peer in asked)
-            return peers or ([] if due else [each for each in serving if not each.is_peer] or serving)
+                self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
+            is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + OVERDUE_S
+            given = [each for each in serving if not each.is_peer]
+            # If one never delivered anything, the next may be no better.
+            if any(each.is_peer and not each.report.chunks and each not in peers for each in serving):
+                return peers[:1] + given
+            return peers[:1] or ([] if is_first else given or serving)
 
     def lose(self, source: RemoteSource, error: FerryError) -> None:
         """Give a source up, because of an error."""

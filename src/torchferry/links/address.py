@@ -1,6 +1,7 @@
 """Addresses of sources: parsing them, listening on them, and which one peers can reach."""
 
 import fcntl
+import ipaddress
 import re
 import socket
 from contextlib import suppress
@@ -10,6 +11,9 @@ from urllib.parse import urlsplit
 from torchferry.errors import BadArgument
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^][:@/#?]+))(?::([0-9]{1,5}))?")  # [IPv6] or name, and port
+ANY_HOST = "0.0.0.0", "::"
+"""What listens on all addresses of a machine."""
+
 _SIOCGIFADDR = 0x8915
 _LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6
 
@@ -76,6 +80,19 @@ def _is_host(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
+def is_numeric(host: str) -> bool:
+    """Return whether a host is an IP address, not a name.
+
+    >>> is_numeric("10.0.0.7"), is_numeric("fe80::1%eth0"), is_numeric("trainer"), is_numeric("")
+    (True, True, False, False)
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return _is_host(host)
+
+
 def parse_host(text: str, port: int) -> tuple[str, int]:
     """Parse `HOST` or `HOST:PORT`; an IPv6 address with a port is in brackets. Raises BadArgument.
 
@@ -111,7 +128,7 @@ def listen(host: str, port: int) -> socket.socket:
 def reachable_host(listener: socket.socket) -> str:
     """Return an address under which peers can reach a listener, which may listen on all addresses."""
     host: str = listener.getsockname()[0]
-    if host not in ("0.0.0.0", "::"):
+    if host not in ANY_HOST:
         return host
     # Connecting a datagram socket sends nothing. It only chooses the own address for that destination.
     with suppress(OSError), socket.socket(listener.family, socket.SOCK_DGRAM) as probe:

@@ -196,12 +196,14 @@ class HttpServer:
         self._watcher.join()
 
     def add_handler(self, token: str, handler: Handler) -> None:
-        """Serve another handler to those who have another token."""
-        self._handlers = {**self._handlers, f"Bearer {token}".encode(): handler}
+        """Serve another handler to those who have another token, unless that token has a handler already."""
+        with self._lock:
+            self._handlers = {f"Bearer {token}".encode(): handler, **self._handlers}
 
     def remove_handler(self, handler: Handler) -> None:
         """Do not serve a handler any more."""
-        self._handlers = {token: each for token, each in self._handlers.items() if each is not handler}
+        with self._lock:
+            self._handlers = {token: each for token, each in self._handlers.items() if each is not handler}
 
     def disconnect(self, connection: int) -> None:
         """Shut one connection down. Its thread notices, and closes it."""

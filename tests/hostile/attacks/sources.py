@@ -164,6 +164,33 @@ WAITING: dict[str, Answer] = {
 NUMBERS = ("version", "payload_bytes", "chunk_bytes", "pack_bytes", "chunks", "port")
 DIGESTS = ("lease", "root", "metadata", "memory")
 FLAGS = ("snapshot",)
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "memory": (0, "", "0" * 31, "0" * 32, "../x"),
+    "port": (None, -1, 1, 65536, "80"),
+    "peers": (
+        None,
+        "10.0.0.1:80",
+        [None],
+        [["127.0.0.1", 1]],
+        [{"host": "127.0.0.1", "port": 0}],
+        [{"host": "127.0.0.1", "port": 1}],
+        [{"host": "127.0.0.1", "port": 65536}],
+        [{"host": "", "port": 1}],
+        [{"host": "localhost", "port": 1}],
+        [{"host": "no-such-host.invalid", "port": 1}],
+        [{"host": "127.0.0.1\r\nX: y", "port": 1}],
+        [{"host": "127.0.0.1\0", "port": 1}],
+        [{"host": "\N{LATIN SMALL LETTER E WITH ACUTE}" * 100, "port": 1}],
+        [{"host": "fe80::1%no-such-interface", "port": 1}],
+        [{"host": "x" * 60_000, "port": 1}],
+        [{"host": "127.0.0.1", "port": 1}] * 8,
+        [{"host": "127.0.0.1", "port": 1}] * 9,
+        [{"host": "127.0.0.1", "port": 1}] * 1000,
+        [{"host": "127.0.0.1", "port": 1, "token": "x"}],
+    ),
+    "peer_token": (None, "", "0" * 63, "0" * 64, "\r\n" * 32, "x" * 60_000),
+}
+"""Values of the fields that a receiver can do without."""
 
 
 def _with_field(name: str, value: Any, status: int, body: bytes) -> bytes:
@@ -226,6 +253,11 @@ GRANTS: dict[str, Answer] = {
         for number, value in enumerate(TEXTS)
     },
     **{f"without_{name}": partial(_without_field, name) for name in (*NUMBERS, *DIGESTS)},
+    **{
+        f"{name}_{number}": partial(_with_field, name, value)
+        for name, values in OTHERS.items()
+        for number, value in enumerate(values)
+    },
     "with_another_field": partial(_with_field, "address", "http://127.0.0.1:1/"),
     "with_a_field_that_forges_a_line": partial(_with_field, "x\n\x1b[31mERROR forged", 1),
     "with_a_field_of_60_KB": partial(_with_field, "x" * 60_000, 1),

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from tests.support.sizes import examples
 from torchferry.core.leases import MAX_ENTRIES, Lease, Leases
-from torchferry.core.pull import LEASE_S, LeaseRequest, LeaseState, Result
+from torchferry.core.pull import LEASE_S, MAX_PEERS, LeaseRequest, LeaseState, Peer, Result
 from torchferry.errors import BadArgument, LinkBroken, NoSuchVersion
 
 
@@ -54,6 +54,59 @@ def lease_on(
 
 def unused(leases: Leases[Memory]) -> list[int]:
     return [memory.version for memory in leases.take_unused()]
+
+
+def reshared_by(leases: Leases[Memory], number: int, port: int, name: str = "state") -> Lease[Memory]:
+    """Open a lease for a receiver at 10.0.0.<number>, which serves what it has at a port."""
+    request = LeaseRequest(name, "reader", port=port)
+    lease = leases.grant(request, f"{number}", number, 0.0, f"10.0.0.{number}")
+    assert lease is not None
+    return lease
+
+
+def test_receivers_are_sent_to_those_that_began_before_them_the_last_first() -> None:
+    leases = serving(7)
+    first, second, third = (reshared_by(leases, number, 80) for number in (1, 2, 3))
+    assert leases.peers(first) == ()
+    assert leases.peers(second) == (Peer("10.0.0.1", 80),)
+    assert leases.peers(third) == (Peer("10.0.0.2", 80), Peer("10.0.0.1", 80))
+
+
+def test_receivers_are_not_sent_to_those_that_do_not_serve_or_are_local() -> None:
+    leases = serving(7)
+    reshared_by(leases, 1, 0)
+    leases.grant(LeaseRequest("state", "local", port=80), "local", 2, 0.0)
+    assert leases.peers(reshared_by(leases, 3, 80)) == ()
+
+
+def test_receivers_are_not_sent_to_readers_of_another_version_or_name() -> None:
+    leases = serving(7)
+    reshared_by(leases, 1, 80)
+    leases.make_current("other", Memory(8))
+    reshared_by(leases, 2, 80, "other")
+    leases.make_current("state", Memory(8))
+    assert leases.peers(reshared_by(leases, 3, 80)) == ()
+
+
+@pytest.mark.parametrize("ending", ["confirmed", "failed", "disconnected", "silent", "dropped"])
+def test_receivers_are_not_sent_to_those_whose_lease_has_ended(ending: str) -> None:
+    leases = serving(7)
+    gone = reshared_by(leases, 1, 80)
+    if ending == "disconnected":
+        leases.disconnected(1, 1.0)
+    elif ending == "silent":
+        leases.expire(LEASE_S + 1)
+    elif ending == "dropped":
+        leases.drop(gone, "dropped", 1.0)
+    else:
+        leases.finish(gone, Result("confirmed" if ending == "confirmed" else "failed"), 1.0)
+    assert leases.peers(reshared_by(leases, 2, 80)) == ()
+
+
+def test_a_grant_names_the_last_eight() -> None:
+    leases = serving(7)
+    last = [reshared_by(leases, number, 80) for number in range(1, 21)][-1]
+    assert leases.peers(last) == tuple(Peer(f"10.0.0.{n}", 80) for n in range(19, 19 - MAX_PEERS, -1))
 
 
 def test_the_newest_version_is_granted() -> None:

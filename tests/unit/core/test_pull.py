@@ -22,6 +22,7 @@ from torchferry.core.pull import (
     Grant,
     LeaseRequest,
     LeaseState,
+    Peer,
     Result,
     choose,
     decode_digests,
@@ -39,18 +40,26 @@ GRANT = Grant("0" * 32, 7, "1" * 32, "3" * 16, 4 << 20, 1 << 20, 0, 4)
 
 MESSAGES: list[tuple[Any, Any]] = [
     (LeaseRequest("state", "host:1"), lease_request_decoder),
-    (LeaseRequest("state", "host:1", 7, -(2**63), 30.0), lease_request_decoder),
+    (LeaseRequest("state", "host:1", 7, -(2**63), 30.0, 65535), lease_request_decoder),
     (GRANT, grant_decoder),
+    (replace(GRANT, peers=(Peer("10.0.0.7", 65535),) * 8, peer_token="a" * 64), grant_decoder),
     (Result("refused", "w: shape", verified=False), result_decoder),
     (Failure("no such version"), failure_decoder),
 ]
-MESSAGE_NAMES = ["shortest lease request", "longest lease request", "grant", "result", "failure"]
+MESSAGE_NAMES = [
+    "shortest lease request",
+    "longest lease request",
+    "grant",
+    "grant with peers",
+    "result",
+    "failure",
+]
 
 
 @pytest.mark.parametrize(("message", "decoder"), MESSAGES, ids=MESSAGE_NAMES)
 def test_a_message_is_a_map_with_the_names_of_its_fields(message: Any, decoder: Any) -> None:
     encoded = msgpack.encode(message)
-    assert msgpack.decode(encoded) == msgspec.structs.asdict(message)
+    assert msgpack.decode(encoded) == msgspec.json.decode(msgspec.json.encode(message))
     assert decode_value(encoded, decoder) == message
 
 
@@ -73,6 +82,10 @@ def test_a_field_that_the_protocol_does_not_have_is_refused(message: Any, decode
         ("newer_than", 2**64 - 1),
         ("wait_s", -1.0),
         ("wait_s", "1"),
+        ("port", -1),
+        ("port", 65536),
+        ("port", "80"),
+        ("port", None),
     ],
 )
 def test_a_lease_request_with_a_wrong_field_is_refused(field: str, value: object) -> None:
@@ -100,6 +113,16 @@ def test_a_lease_request_with_a_wrong_field_is_refused(field: str, value: object
         ("pack_bytes", -1),
         ("pack_bytes", 2**30 + 1),
         ("chunks", None),
+        ("port", 65536),
+        ("peers", [["10.0.0.7", 80]]),
+        ("peers", [{"host": "10.0.0.7"}]),
+        ("peers", [{"host": "10.0.0.7", "port": -1}]),
+        ("peers", [{"host": "10.0.0.7", "port": 80, "token": "x"}]),
+        ("peers", [{"host": "x" * (MAX_NAME_CHARACTERS + 1), "port": 80}]),
+        ("peers", [{"host": "10.0.0.7", "port": 80}] * 9),
+        ("peer_token", "a" * 63),
+        ("peer_token", "A" * 64),
+        ("peer_token", "a" * 64 + "\n"),
     ],
 )
 def test_a_grant_with_a_wrong_field_is_refused(field: str, value: object) -> None:

@@ -96,6 +96,34 @@ def test_no_lane_is_slow_before_the_first_chunk_has_landed() -> None:
         assert schedule.overdue(second + 0.5) == []
 
 
+def test_another_receiver_that_trickles_from_the_start_is_overdue_after_a_second() -> None:
+    schedule = Schedule([1] * 4, range(4))
+    schedule.take(0, 1, 0.0, peer_s=0.3)
+    for tenth in range(10):
+        schedule.heard(0, tenth / 10)
+        assert schedule.overdue(tenth / 10) == []
+    assert schedule.overdue(OVERDUE_S) == [0]
+
+
+def test_another_receiver_that_delivers_may_be_silent_only_for_a_moment() -> None:
+    schedule = Schedule([1] * 8, range(8))
+    schedule.take(0, 1, 0.0, peer_s=0.3)
+    schedule.landed(0, 0, 0.01)
+    assert schedule.overdue(0.30) == []
+    assert schedule.overdue(0.32) == [0]
+
+
+def test_on_a_slow_network_other_receivers_may_be_silent_for_longer() -> None:
+    schedule = Schedule([1] * 8, range(8))
+    schedule.take(0, 1, 0.0, peer_s=0.3)
+    schedule.landed(0, 0, 0.2)
+    assert schedule.overdue(0.2 + 0.7) == []
+    assert schedule.overdue(0.2 + 0.9) == [0], "four times 0.2 s"
+    schedule.landed(0, 1, 5.2)
+    assert schedule.overdue(5.2 + 0.9) == []
+    assert schedule.overdue(5.3 + OVERDUE_S) == [0], "never longer than a source"
+
+
 def test_an_idle_lane_is_never_overdue() -> None:
     schedule = Schedule([1, 1], range(2))
     schedule.take(0, 1, 0.0)

@@ -140,7 +140,7 @@ class Receiver(Host):
 
     def _open(self, peer: Peer, version: int | None, newer_than: int | None, until_s: float) -> Steps:
         wait_s = 0.0 if newer_than is None else WAIT_S
-        request = LeaseRequest(NAME, self.name, version, newer_than, wait_s)
+        request = LeaseRequest(NAME, self.name, version, newer_than, wait_s, port=1)
         try:
             peer.control = control = yield from self._connect(peer, until_s)
             return (yield from self._ask(control, lambda: peer.source.grant(control, request), until_s))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchferry.core.leases import Lease, Leases
-from torchferry.core.pull import LEASE_S, Grant, LeaseRequest, LeaseState, Result
+from torchferry.core.pull import LEASE_S, MAX_PEERS, Grant, LeaseRequest, LeaseState, Result
 from torchferry.errors import NoSuchVersion
 from torchferry.testing.simulation.pull_network import (
     NAME,
@@ -192,7 +192,9 @@ class Source(Host):
         while True:
             lease_id = f"{next(self._lease_ids):032x}"
             try:
-                lease = self.leases.grant(request, lease_id, connection.number, self.world.now_s)
+                lease = self.leases.grant(
+                    request, lease_id, connection.number, self.world.now_s, connection.receiver.name
+                )
             except NoSuchVersion as error:
                 self._reply(connection, error)
                 return
@@ -203,6 +205,7 @@ class Source(Host):
             self._reply(connection, Lost("nothing newer"))
             return
         held = lease.held
+        self._check_peers(lease)
         self.granted.append(lease)
         self.heard_s[lease] = self.world.now_s
         self.used[lease] = {connection.number}
@@ -210,6 +213,12 @@ class Source(Host):
         self._reply(connection, grant)
         if not connection.is_open:  # the reader is gone, and this thread finds that now
             yield from self.notice(connection, 0.0)
+
+    def _check_peers(self, lease: Lease[Version]) -> None:
+        """Check to whom a receiver is sent: they began before it, and read the same version now."""
+        readers = [each.peer for each in self.granted if each.is_open and each.held is lease.held]
+        known = [peer for peer in readers if peer is not None][: -MAX_PEERS - 1 : -1]
+        check([*self.leases.peers(lease)] == known, f"{lease.receiver} is not sent to {known}")
 
     def _find(self, connection: Connection, lease_id: str) -> Lease[Version] | None:
         lease = self.leases.find(lease_id, connection.number, self.world.now_s)
