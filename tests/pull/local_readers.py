@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import socket
 import time
 from pathlib import Path
@@ -13,7 +13,13 @@ from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.engine.remote import RemoteSource
 from torchferry.links.address import parse_address
 from torchferry.links.http_client import HttpConnection
-from torchferry.links.shared_memory import Mapping, close_all
+from torchferry.links.shared_memory import close_all
+
+
+def bytes_of(descriptor: int | None) -> bytes:
+    """Return all bytes of a file in memory."""
+    assert descriptor is not None
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 class LocalReader:
@@ -42,21 +48,17 @@ class LocalReader:
         """Read bytes of the chunks that were requested."""
         return self.connections[0].read(nbytes)
 
-    @property
-    def mapping(self) -> Mapping:
-        """The memory of the source, as it is mapped here."""
-        assert self.connections[0]._memory is not None
-        return self.connections[0]._memory[0]
+    def file(self, connection: HttpConnection | None = None) -> int | None:
+        """Return the descriptor of the memory that the source passed last; None if it sent bytes instead."""
+        return next(iter((connection or self.connections[0])._descriptors), None)
 
-    @property
-    def inode(self) -> int:
-        """The number of the file that is mapped."""
-        assert self.connections[0]._memory is not None
-        return self.connections[0]._memory[1][1]
+    def inode(self, connection: HttpConnection | None = None) -> int:
+        """Return the number of that file."""
+        return os.fstat(self.file(connection) or -1).st_ino
 
-    def mapped_bytes(self) -> bytes:
-        """Return all that the mapped memory holds now."""
-        return ctypes.string_at(self.mapping.address, self.mapping.nbytes)
+    def shared_bytes(self) -> bytes:
+        """Return all that the memory holds now."""
+        return bytes_of(self.file())
 
     def tell(self, outcome: str) -> bool:
         """End the lease with a result."""

@@ -244,7 +244,7 @@ class RemoteSource:
         if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
             try:
-                connection.map_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
+                connection.use_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
             except (OSError, BadManifest) as failure:
                 raise MemoryUnusable(getattr(failure, "strerror", None) or str(failure)) from None
             return

@@ -13,7 +13,6 @@ from torchferry.core.codec import decode_value
 from torchferry.core.leases import Lease
 from torchferry.engine.published import Published
 from torchferry.engine.shelf import Shelf
-from torchferry.engine.source import view
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, StateError
 from torchferry.links.http_server import Request, Response
 from torchferry.links.shared_memory import SharedBlock
@@ -142,7 +141,7 @@ class PullHandler:
             start = 0
             try:
                 for data in self._shelf.read(lease, first, end):
-                    view(shared.tensor[start : start + len(data)])[:] = data
+                    shared.write(start, data)
                     start += len(data)
             except StateError:
                 return _changed(lease.held.changed_paths())

@@ -3,7 +3,6 @@
 Bodies go into the caller's memory without a copy. Over the Unix socket, they may come from shared memory.
 """
 
-import ctypes
 import os
 import socket
 import ssl
@@ -21,7 +20,7 @@ from torchferry.links import sockets
 from torchferry.links.address import Address
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, reason_of
-from torchferry.links.shared_memory import Mapping, close_all, map_received
+from torchferry.links.shared_memory import close_all, sealed_bytes
 
 _MAX_WAIT_S = 1e9
 """The longest timeout that every platform's sockets accept, about 30 years."""
@@ -59,8 +58,7 @@ class HttpConnection:
         self.is_local = local is not None
         self._local = local
         self._descriptors: list[int] = []
-        self._memory: tuple[Mapping, tuple[int, int]] | None = None  # with the file's device and number
-        self._next_address = 0
+        self._offset: int | None = None  # of the next bytes in the file that came with a response
         self.heard_s = time.monotonic()
         self._rest: bytes | bytearray = b""  # what was received behind a head
         self._is_shut_down = False
@@ -112,7 +110,7 @@ class HttpConnection:
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> ResponseHead:
         """Send a request and read the head of its response. `read_into` or `read` then reads the body.
 
-        Descriptors that come with the response are kept until the next request, or until `map_memory`.
+        Descriptors that come with the response are kept until the next request.
         `timeout_s` limits every wait for the next bytes, also those of the body.
         """
         parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -123,7 +121,7 @@ class HttpConnection:
         ]
         try:
             self._forget_descriptors()
-            self._next_address = 0
+            self._offset = None
             self._sock.settimeout(min(timeout_s, _MAX_WAIT_S))
             head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
             self._sock.sendall(head + body)
@@ -151,34 +149,27 @@ class HttpConnection:
         del self._descriptors[1:]
         return data
 
-    def map_memory(self, offset: int, nbytes: int) -> None:
+    def use_memory(self, offset: int, nbytes: int) -> None:
         """Let `read_into` take the next bytes from the memory whose descriptor came with the response.
 
         Raises OSError if that is not possible.
         """
         if not self._descriptors:
             raise OSError("the source sent no descriptor of its memory")
-        found = os.fstat(self._descriptors[0])
-        file = found.st_dev, found.st_ino
-        if self._memory is None or self._memory[1] != file:
-            self._memory = map_received(self._descriptors[0]), file
-        self._forget_descriptors()
-        mapping, _ = self._memory
-        if offset + nbytes > mapping.nbytes:
-            raise OSError(f"the source's memory has {mapping.nbytes} bytes, not {offset + nbytes}")
-        self._next_address = mapping.address + offset
+        held = sealed_bytes(self._descriptors[0])
+        if offset + nbytes > held:
+            raise OSError(f"the source's memory has {held} bytes, not {offset + nbytes}")
+        self._offset = offset
 
     def _forget_descriptors(self) -> None:
         close_all(self._descriptors)
         self._descriptors = []
 
     def read_into(self, view: memoryview) -> None:
-        """Fill a buffer with the next bytes of a body, or of the memory that `map_memory` chose."""
-        if self._next_address:
-            # ctypes releases the interpreter lock meanwhile.
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(view)), self._next_address, len(view))
-            self._next_address += len(view)
-            self.heard_s = time.monotonic()
+        """Fill a buffer with the next bytes of a body, or of the memory that `use_memory` chose."""
+        if self._offset is not None:
+            self._read_memory(view, self._offset)
+            self._offset += len(view)
             return
         ready = min(len(view), len(self._rest))
         view[:ready] = self._rest[:ready]
@@ -192,6 +183,16 @@ class HttpConnection:
                 ready += received
         except OSError as error:
             raise self._translated(error) from error
+
+    def _read_memory(self, view: memoryview, offset: int) -> None:
+        # Reading the file is faster than mapping it, which takes a page fault for every few pages.
+        ready = 0
+        try:
+            while ready < len(view):
+                ready += os.preadv(self._descriptors[0], [view[ready:]], offset + ready)
+        except OSError as error:
+            raise self._translated(error) from error
+        self.heard_s = time.monotonic()
 
     def read(self, nbytes: int) -> bytes:
         """Return the next bytes of a body. The caller limits how many."""
@@ -211,7 +212,6 @@ class HttpConnection:
     def close(self) -> None:
         """Close the socket. Only the thread that uses the connection does that."""
         self._forget_descriptors()
-        self._memory = None
         with self._lock:
             self._sock.close()
 

@@ -81,6 +81,11 @@ class SharedBlock:
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(block, dtype=torch.uint8)
 
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to the block. Other threads run meanwhile."""
+        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        ctypes.memmove(self.tensor.data_ptr() + offset, source, len(data))
+
     def close_inherited(self) -> None:
         """Close the descriptor in a forked child."""
         self._close()
@@ -92,11 +97,16 @@ def _available_bytes() -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
+def sealed_bytes(descriptor: int) -> int:
+    """Return the size of a file in memory that a peer sent; raises OSError if it is not sealed."""
+    if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("the peer's memory is not sealed, so it could disappear while it is read")
+    return os.fstat(descriptor).st_size
+
+
 def map_received(descriptor: int) -> Mapping:
     """Map a file that a peer sent, for reading; raises OSError if that fails or it is not sealed."""
-    if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
-        raise OSError("the source's memory is not sealed, so it could disappear while it is read")
-    return Mapping(descriptor, os.fstat(descriptor).st_size)
+    return Mapping(descriptor, sealed_bytes(descriptor))
 
 
 def close_all(descriptors: list[int]) -> None:
