@@ -180,58 +180,19 @@ class _Fetch(Phases):
         target = self._target(encoded, plan, local)
         self._sink = sink = target.sink
         needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
-        atomic = options.atomic and local is not None
-        landing = Landing(sink, needed, self._workspace.staging, atomic=atomic)
-        if options.reshare is not None and options.verify:
+        landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
+        if options.reshare is not None:
             options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
             self._sources.add_peers(grant, options.tls)
         self._enter(FetchState.RECEIVING)
-        self._receiving = receiving = Receiving(
-            self._sources,
-            plan,
-            needed,
-            digests if options.verify else (),
-            landing,
-            self._deadline_s,
-            # Over one connection, chunks arrive in order, and other receivers get them soonest.
-            _LANES if options.reshare is None else 1,
-        )
-        try:
-            while not receiving.is_done:
-                receiving.check(options.stall_s)
-                # A receiver that is silent must be found before those behind this one give it up.
-                look_s = EVENT_S if options.reshare is None else PEER_S / 2
-                self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
-            receiving.check(options.stall_s)
-            self._enter(FetchState.ASSEMBLING)
-            if atomic and not options.verify:
-                self._in_thread(self._raise_if_changed, needed)
-            # In a thread, so that Ctrl-C does not interrupt an atomic write.
-            self._in_thread(landing.apply, finish=True)
-        finally:
-            receiving.stop()
-            sink.increment_versions()
+        self._receive(plan, needed, digests, landing)
         # If this fails, it is not known which tensors are complete.
         sink.unmark_whole()
         state = target.assemble()
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
-        report = FetchReport(
-            version=grant.version,
-            root=grant.root,
-            bytes_total=plan.payload_bytes,
-            bytes_moved=receiving.moved_bytes,
-            bytes_skipped=plan.payload_bytes - receiving.total_bytes,
-            extra_bytes=landing.extra_bytes,
-            phases_s=self._finish_phase(),
-            sources={source.peer: source.report for source in self._sources.all},
-            verified=options.verify,
-            confirmed=confirmed,
-            dropped=target.dropped,
-            fresh=target.fresh,
-            kept=target.kept,
-        )
+        report = self._report(grant, plan, target, landing, confirmed=confirmed)
         logger.info("%s: %s", self._name, report)
         return Fetched(state, grant.version, report)
 
@@ -333,6 +294,30 @@ class _Fetch(Phases):
         sink.mark(chunk.number, chunk.number + 1, ChunkState.EQUAL)
         return False
 
+    def _receive(self, plan: Plan, needed: Sequence[int], digests: Sequence[int], landing: Landing) -> None:
+        """Receive the chunks that are needed, and write them."""
+        options = self.options
+        # Over one connection, chunks arrive in order, and other receivers get them soonest. A silent one must
+        # be found before those behind this one give it up.
+        lanes, look_s = (_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
+        expected = digests if options.verify else ()
+        self._receiving = receiving = Receiving(
+            self._sources, plan, needed, expected, landing, self._deadline_s, lanes
+        )
+        try:
+            while not receiving.is_done:
+                receiving.check(options.stall_s)
+                self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
+            receiving.check(options.stall_s)
+            self._enter(FetchState.ASSEMBLING)
+            if landing.extra_bytes and not options.verify:
+                self._in_thread(self._raise_if_changed, needed)
+            # In a thread, so that Ctrl-C does not interrupt an atomic write.
+            self._in_thread(landing.apply, finish=True)
+        finally:
+            receiving.stop()
+            landing.sink.increment_versions()
+
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: what was not verified may be a mixture."""
         for source in self._sources.live():
@@ -358,6 +343,26 @@ class _Fetch(Phases):
         lost = ", ".join(source.peer for source in untold or self._sources.all if not source.is_peer)
         logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
         return False
+
+    def _report(
+        self, grant: Grant, plan: Plan, target: Target, landing: Landing, *, confirmed: bool
+    ) -> FetchReport:
+        assert self._receiving is not None, "a fetch that is done has received what it needs"
+        return FetchReport(
+            version=grant.version,
+            root=grant.root,
+            bytes_total=plan.payload_bytes,
+            bytes_moved=self._receiving.moved_bytes,
+            bytes_skipped=plan.payload_bytes - self._receiving.total_bytes,
+            extra_bytes=landing.extra_bytes,
+            phases_s=self._finish_phase(),
+            sources={source.peer: source.report for source in self._sources.all},
+            verified=self.options.verify,
+            confirmed=confirmed,
+            dropped=target.dropped,
+            fresh=target.fresh,
+            kept=target.kept,
+        )
 
     # Waiting, with progress.
 
