@@ -346,7 +346,7 @@ class HttpServer:
 
     def _serve(self, connection: _Connection, request: Any) -> None:
         """Answer the requests of one connection until it is closed."""
-        used: set[Handler] = set()
+        used: dict[int, Handler] = {}  # a handler need not be hashable
         try:
             while isinstance(request, h11.Request):
                 connection.sock.settimeout(SEND_S)
@@ -354,7 +354,7 @@ class HttpServer:
                 if handler is None:
                     connection.respond(_UNAUTHORIZED, last=True)
                     return
-                used.add(handler)
+                used[id(handler)] = handler
                 body = connection.read_body()
                 method = request.method.decode("ascii", "replace")
                 path = request.target.decode("ascii", "replace")
@@ -380,7 +380,7 @@ class HttpServer:
                 self._admitted.pop(connection.number, None)
                 self._lock.notify_all()
                 connection.sock.close()
-            for handler in used:
+            for handler in used.values():
                 handler.disconnected(connection.number)
 
 
