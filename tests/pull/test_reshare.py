@@ -365,7 +365,7 @@ def test_a_hostile_receiver_is_given_up_within_about_a_second(change: Any, count
         before, began_s = Resources.now(), time.monotonic()
         got = torchferry.fetch(source.address, via="tcp", reshare=True, timeout=20)
         # One that trickles is found after a second, and so is the one in reserve.
-        assert time.monotonic() < began_s + 1.6 * min(count, 2)
+        assert time.monotonic() < began_s + min(count, 2) + 1.5
         assert_same(got.state, state)
         assert from_peers(got) == 0
         assert got.report.confirmed
@@ -393,7 +393,7 @@ def test_a_receiver_that_is_not_there_costs_at_most_about_a_second(kind: str) ->
             stack.enter_context(Leased(source.address, port))
         began_s = time.monotonic()
         got = torchferry.fetch(source.address, via="tcp", reshare=True, timeout=20)
-        assert time.monotonic() < began_s + (0.7 if kind == "closed port" else 1.7)
+        assert time.monotonic() < began_s + (1.0 if kind == "closed port" else 2.5)
         assert_same(got.state, state)
         assert got.report.confirmed
 
