@@ -22,7 +22,7 @@ EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
 """The calling thread is woken for this many bytes, and at least this often."""
 
-_HASH_BYTES = 256 << 10
+_HASH_BYTES = 1 << 20
 """Bytes are received and hashed in pieces of this size, while they are in the cache."""
 
 
