@@ -77,9 +77,9 @@ def fetch(
         max_metadata_bytes: the longest metadata that is accepted.
         on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
             raises, the fetch ends with that exception.
-        reshare: serve chunks that are verified to other receivers that reshare, and take chunks from these
-            rather than from the source, whose link then carries the state about once. True listens on the
-            interface through which the source was reached; a Source uses its port, and is needed with TLS.
+        reshare: serve verified chunks to other receivers that reshare, and fetch from these where possible.
+            The source then sends the state about once in all. True listens on the interface through which
+            the source was reached. A Source uses its port; with TLS, it must be a Source.
         linger: with `reshare`, how long to serve those that still take chunks, after this has returned.
         mesh: the DeviceMesh of fresh DTensors, as for `PGTransport`.
 

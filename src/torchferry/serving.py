@@ -73,6 +73,8 @@ class Source:
         arguments.check_str(host, "host")
         arguments.check_int(port, "port", low=0, high=65535)
         arguments.check_tls(tls)
+        if tls is not None and tls.check_hostname:
+            raise BadArgument("tls is a context for clients: create one with ssl.Purpose.CLIENT_AUTH")
         if token is None:
             token = secrets.token_urlsafe(32)
         if len(arguments.check_str(token, "token")) < 16 or not is_token(token):
@@ -95,9 +97,8 @@ class Source:
             name = secrets.token_hex(16)
             listeners.append(listen_locally(name))
             local_name = name
-        self._server = HttpServer(
-            listeners, token, PullHandler(self._shelf, token, own_port, local_name), tls
-        )
+        handler = PullHandler(self._shelf, token, own_port, local_name)
+        self._server = HttpServer(listeners, token, handler, tls, self._shelf.stop_granting)
         close_after_fork(self)
 
     @property
@@ -142,7 +143,8 @@ class Source:
         deadline_s = time.monotonic() + self._check(name, timeout, readers)
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
-        if not publishing.acquire(timeout=min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)):
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        if not publishing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise ReadersRemain([], f"another thread publishes {name!r} and did not finish in time")
         try:
             self._shelf.check_version(name, version)
@@ -195,13 +197,14 @@ class Source:
             self._names.clear()
 
     def resharing(self) -> Resharing:
-        """Return what serves the chunks of a fetch at this source's port. `fetch(reshare=…)` uses it."""
+        """Return what `fetch(reshare=source)` uses to serve chunks at this source's port."""
         return Resharing(self._server, *self._listens_at)
 
     def close_inherited(self) -> None:
         """Forget all memory in a forked child. The server closes its sockets itself."""
         self._shelf.forget()
         self._names.clear()
+        self._lock = threading.Lock()
 
     def _check(self, name: object, timeout: Timeout, readers: object) -> float:
         arguments.check_name(name)

@@ -495,3 +495,9 @@ def test_status_codes_of_a_source_are_four_hundreds_for_what_it_does_not_know(so
     ):
         answer = exchange(source.address, request(method, path, token))
         assert status_of(answer) in (400, 404, 410), (method, path)
+
+
+def test_a_context_for_clients_is_refused_at_once() -> None:
+    # It would fail with the first connection.
+    with pytest.raises(ValueError, match="tls is a context for clients"):
+        Source(tls=ssl.create_default_context())

@@ -124,3 +124,12 @@ def test_a_source_that_can_not_be_reached_again_holds_no_chunks() -> None:
     assert torch.equal(got.state["w"], state["w"])
     assert got.report.phases_s["receive tensors"] < 3.0
     assert not got.report.confirmed
+
+
+def test_a_source_that_accepts_and_never_answers_is_a_stall() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/#0123456789abcdef"
+        began_s = time.monotonic()
+        with pytest.raises(torchferry.LinkStalled):
+            torchferry.fetch(address, timeout=20, stall_timeout=0.2)
+        assert time.monotonic() - began_s < 5.0

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -471,3 +472,18 @@ def test_a_process_that_ends_while_it_serves_ends_normally() -> None:
             for each in fetching:
                 with suppress(ConnectionError):
                     each.result(timeout=10)
+
+
+def test_timeouts_may_be_longer_than_a_lock_can_wait() -> None:
+    with serve(filled(1), version=1) as source:
+        fetch(source.address)
+        source.wait(1, timeout=timedelta.max)
+        source.publish(filled(2), version=2, timeout=timedelta.max)
+        source.withdraw(timeout=timedelta.max)
+
+
+def test_a_source_that_is_not_used_is_told_so_and_keeps_no_reader() -> None:
+    with serve(filled(1), version=1) as old, serve(filled(2), version=2) as new:
+        assert fetch([old.address, new.address]).version == 2
+        wait_until(lambda: [reader.state for reader in old.status().readers] == ["failed"], "it is not told")
+        assert "not used: it serves version 1, not 2" in old.status().readers[0].reason

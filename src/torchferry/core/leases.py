@@ -251,9 +251,10 @@ class Leases(Generic[HeldT]):
     # Queries.
 
     def peers(self, lease: Lease[HeldT]) -> tuple[Peer, ...]:
-        """Return who else serves what it has of a lease's version; only those that began before.
+        """Return the peers to name in the grant of a lease: receivers of its version that reshare it.
 
-        So receivers never wait for each other in a circle.
+        Only those that were granted a lease before, the newest first. So receivers of one source never wait
+        for each other in a circle.
         """
         found: list[Peer] = []
         for other in self._open.values():
@@ -284,7 +285,7 @@ class Leases(Generic[HeldT]):
         """List the open leases and the last that ended, oldest first."""
         open_ones = [(lease.began_s, lease.id, lease.show(now_s)) for lease in self._open.values()]
         found = sorted([*self._ended, *open_ones], key=lambda entry: entry[0])
-        return [reader for _, _, reader in found[-MAX_ENTRIES:]]
+        return [reader for _, _, reader in found]
 
     def missing(self, name: str, version: int, now_s: float) -> list[Reader]:
         """List the last fetch of every receiver of a name that has not confirmed a version."""

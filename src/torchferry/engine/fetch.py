@@ -28,7 +28,7 @@ from torchferry.engine import metadata
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
-from torchferry.engine.remote import Via
+from torchferry.engine.remote import TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.sources import Sources
@@ -214,7 +214,9 @@ class _Fetch(Phases):
         self._watch(self._sources.is_settled, until_s)
         grant = self._sources.choose()
         if grant is None:
-            raise self._sources.why_none(is_late=time.monotonic() >= until_s)
+            error = self._sources.why_none(is_late=time.monotonic() >= until_s)
+            is_stalled = isinstance(error, LinkTimeout) and until_s < self._deadline_s
+            raise LinkStalled(error.what) if is_stalled else error
         logger.debug("%s: version %d, root %s", self._name, grant.version, grant.root)
         if wanted.newer_than is not None:
             self._deadline_s = time.monotonic() + self.options.timeout_s
@@ -239,7 +241,7 @@ class _Fetch(Phases):
                     # Planned with the sizes that this source planned with.
                     return source.grant or grant, encoded, digests
                 except LinkTimeout as error:
-                    source.shut_down_readers()
+                    source.shut_down_readers(TOO_SLOW)
                     source.backoff.overdue(time.monotonic())
                     source.report.failures.append(error.what)
                 except (LinkError, PeerError) as error:
@@ -328,19 +330,21 @@ class _Fetch(Phases):
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
-        # Other receivers need not know, and are not waited for.
+        # Other receivers need not know.
         serving = [source for source in self._sources.serving() if not source.is_peer]
-        result = Result("confirmed", verified=self.options.verify)
-        # A source that is known to be too slow is not waited for.
+        # A source that is known to be too slow is told, but not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
-        untold = self._in_thread(self._sources.tell, ready, result, min(_CONFIRM_S, self._left_s()))
-        unsure = [source for source in self._sources.live() if source in untold or source not in ready]
+        result = Result("confirmed", verified=self.options.verify)
+        timeout_s = min(_CONFIRM_S, self._left_s())
+        untold = self._in_thread(self._sources.tell, serving, result, timeout_s, ready)
+        unsure = [source for source in self._sources.live() if source in untold or source not in serving]
         if unsure and not self.options.verify:
             shown = ", ".join(source.peer for source in unsure)
             raise PeerGaveUp(f"nothing was verified, and {shown} can't say whether its state changed")
         if serving and not untold:
             return True
-        lost = ", ".join(source.peer for source in untold or self._sources.all if not source.is_peer)
+        given = [source for source in self._sources.all if not source.is_peer]
+        lost = ", ".join(source.peer for source in untold or given)
         logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
         return False
 

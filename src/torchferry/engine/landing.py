@@ -24,7 +24,7 @@ class Landing:
         self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)
         self._missing = set(needed)
-        self._is_read = True
+        self._serves_peers = True
         self._beside: dict[int, torch.Tensor] = {}
         self.extra_bytes = 0
         if atomic:
@@ -71,14 +71,14 @@ class Landing:
     # For other receivers, which take chunks from this one.
 
     def can_read_all(self) -> bool:
-        """Return whether every chunk will be somewhere as it was sent, also after `apply`."""
+        """Return whether every chunk can be read back from the target, so that it can be reshared."""
         return all(map(self.sink.can_read, self.sink.plan.chunks))
 
     def read(self, chunk: Chunk) -> torch.Tensor | None:
         """Wait until a chunk has landed, and return its bytes; None after `stop_reading`."""
         with self._landed:
-            self._landed.wait_for(lambda: chunk.number not in self._missing or not self._is_read)
-            if not self._is_read:
+            self._landed.wait_for(lambda: chunk.number not in self._missing or not self._serves_peers)
+            if not self._serves_peers:
                 return None
             kept = self._beside.get(chunk.number)
             return self.sink.read(chunk, self._staging) if kept is None else kept
@@ -86,5 +86,5 @@ class Landing:
     def stop_reading(self) -> None:
         """End `read` in other threads."""
         with self._landed:
-            self._is_read = False
+            self._serves_peers = False
             self._landed.notify_all()

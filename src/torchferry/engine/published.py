@@ -103,14 +103,14 @@ class Published:
                 self.source.release(chunk, buffer)
 
     def changed_paths(self, chunk: int | None = None) -> list[str]:
-        """Return the paths that changed since they were published: by counters, or read again in a chunk."""
+        """Return the paths that changed since publishing, by version counters and the bytes of one chunk."""
         if self.source is None:
             return []
         self.source.find_changes(also=() if chunk is None else (self.plan.chunks[chunk],))
         return self.source.changed_paths()
 
     def abandon(self) -> None:
-        """Never write to this memory again: a reader that was given up may still read it."""
+        """Do not reuse the memory for a later version: a reader that was dropped may still have it."""
         self.is_abandoned = True
 
     def free(self) -> None:

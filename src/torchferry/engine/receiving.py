@@ -12,7 +12,7 @@ from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
 from torchferry.core.schedule import Schedule
 from torchferry.engine.landing import Landing
-from torchferry.engine.remote import LeaseEnded, MemoryUnusable, RemoteSource
+from torchferry.engine.remote import TOO_SLOW, LeaseEnded, MemoryUnusable, RemoteSource
 from torchferry.engine.source import view
 from torchferry.engine.sources import Sources
 from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout
@@ -110,15 +110,18 @@ class Receiving:
         """End connections whose next chunk is overdue, if another source can deliver it."""
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
-            for lane in self._lanes:
-                if lane.connection is not None:
-                    self._schedule.heard(lane.number, lane.connection.heard_s)
-                    self._heard_s = max(self._heard_s, lane.connection.heard_s)
-            for lane in map(self._lanes.__getitem__, self._schedule.overdue(now_s)):
+            # A lane's own thread sets its connection to None at any time.
+            connections = [lane.connection for lane in self._lanes]
+            for number, connection in enumerate(connections):
+                if connection is not None:
+                    self._schedule.heard(number, connection.heard_s)
+                    self._heard_s = max(self._heard_s, connection.heard_s)
+            for number in self._schedule.overdue(now_s):
+                lane, connection = self._lanes[number], connections[number]
                 others = [source for source in serving if source is not lane.source]
-                if lane.connection is not None and not all(other.backoff.rests(now_s) for other in others):
+                if connection is not None and not all(other.backoff.rests(now_s) for other in others):
                     lane.is_overdue = True
-                    lane.connection.shut_down()
+                    connection.shut_down(TOO_SLOW)
 
     def stop(self) -> None:
         """End all lanes, so that nothing is written any more."""

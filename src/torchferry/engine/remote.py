@@ -3,6 +3,7 @@
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
@@ -35,6 +36,12 @@ _MAX_ANSWER_BYTES = 64 << 10
 
 _MIN_WAIT_S = 0.001
 
+_LEAVE_S = 1.0
+"""How long a receiver tries to tell a source that it is not used."""
+
+
+TOO_SLOW = "the source was too slow, so the connection was closed"
+
 
 class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
@@ -60,8 +67,8 @@ class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
     `peer_s` is given if it is another receiver, which serves what it has: how long it may be silent.
-    `port_at` returns the port at which this receiver serves, given its address in the connection to the
-    source. Both are `own_place` afterwards.
+    `port_at(host)` returns the port at which this process reshares, given its own address towards the source.
+    `open` keeps both in `own_address`.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -82,18 +89,19 @@ class RemoteSource:
     ) -> None:
         self.peer_s = peer_s
         self._port_at = port_at
-        self.own_place: tuple[str, int] | None = None
+        self.own_address: tuple[str, int] | None = None
         self.address = address
         self.peer = str(address)
         self.report = SourceReport()
         self.grant: Grant | None = None
         self.error: FerryError | None = None
         self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
-        self._tls = tls
+        # Loading the certificates of the system takes longer than a request.
+        self._tls = tls or (ssl.create_default_context() if address.secure else None)
         self._max_metadata_bytes = max_metadata_bytes
         self._via = via
         self._lock = threading.Lock()
-        self._connections: set[HttpConnection] = set()
+        self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
         self._control: HttpConnection | None = None
         self._renewing = threading.Lock()
         self._over = threading.Event()
@@ -162,11 +170,12 @@ class RemoteSource:
         with self._lock:
             self._connections.discard(connection)
 
-    def shut_down_readers(self) -> None:
+    def shut_down_readers(self, reason: str = "the fetch is over") -> None:
         """End all connections but the one that opened the lease."""
         with self._lock:
-            for connection in self._connections - {self._control}:
-                connection.shut_down()
+            for connection in self._connections:
+                if connection is not self._control:
+                    connection.shut_down(reason)
 
     def shut_down(self) -> None:
         """End all connections, and every one that is opened later."""
@@ -182,11 +191,11 @@ class RemoteSource:
     def open(self, wanted: LeaseRequest, deadline_s: float) -> Grant | None:
         """Connect and ask for a lease; None if there was nothing newer until the deadline."""
         control = self.connect(deadline_s - time.monotonic())
-        if self._port_at is not None:
-            self.own_place = control.own_host, self._port_at(control.own_host)
-            wanted = structs.replace(wanted, port=self.own_place[1])
         unneeded: HttpConnection | None = control
         try:
+            if self._port_at is not None:
+                self.own_address = control.own_host, self._port_at(control.own_host)
+                wanted = structs.replace(wanted, port=self.own_address[1])
             while (left_s := deadline_s - time.monotonic()) > 0:
                 wait_s = 0.0 if wanted.newer_than is None else min(left_s, pull.MAX_WAIT_S)
                 body = msgpack.encode(structs.replace(wanted, wait_s=wait_s))
@@ -265,6 +274,12 @@ class RemoteSource:
             with suppress(FerryError):
                 self._post("alive", pull.ALIVE_S)
 
+    def leave(self, reason: str) -> None:
+        """End the lease and all connections, because this source is not used."""
+        with suppress(FerryError):
+            self.tell(Result("failed", reason), _LEAVE_S)
+        self.shut_down()
+
     def tell(self, result: Result, timeout_s: float) -> bool:
         """Tell the result, which ends the lease, and return whether the source knows it.
 
@@ -304,9 +319,11 @@ class RemoteSource:
         head = connection.request(method, path, body, timeout_s=max(timeout_s, _MIN_WAIT_S))
         max_bytes = max_bytes if head.status < 400 else _MAX_ANSWER_BYTES
         if head.nbytes > max_bytes:
+            what, option = path.rpartition("/")[2], ""
+            if what == "manifest":
+                option = " (max_metadata_bytes)"
             raise BadManifest(
-                f"the source announces {head.nbytes} bytes for {path.rpartition('/')[2]}; the limit is "
-                f"{max_bytes} (max_metadata_bytes for the manifest)"
+                f"the source announces {head.nbytes} bytes for {what}; the limit is {max_bytes}{option}"
             )
         answer = connection.read(head.nbytes)
         if error := _error_of(head.status, answer):

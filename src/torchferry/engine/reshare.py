@@ -20,7 +20,7 @@ from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Shelf
 from torchferry.engine.source import digest, view
 from torchferry.errors import BadArgument, StateError
-from torchferry.links.address import ANY_HOST, listen
+from torchferry.links.address import listen
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http_server import HttpServer
 from torchferry.links.sockets import close_descriptor
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class _Arriving(Published):
     """A version that this process fetches. A chunk can be read when it was verified and written.
 
-    The tensors belong to the user, who may change them when the fetch is over. Whoever reads them verifies
-    them by the digests of the source.
+    The user may change the tensors when the fetch is over, so a chunk that is served may be stale. Receivers
+    verify every chunk by the digests of the source.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class _Arriving(Published):
                 buffer = self._landing.read(chunk)
                 if buffer is None:
                     return
-                yield view(buffer)
+                # A copy, made while no other Python code runs: the user may free the tensor during the send.
+                yield memoryview(bytes(view(buffer)))
 
     def changed_paths(self, chunk: int | None = None) -> list[str]:
         if chunk is None:
@@ -79,7 +80,11 @@ class Resharing:
         close_after_fork(self)
 
     def port_at(self, host: str) -> int:
-        """Listen at an address of this machine, and return the port; 0 if it listens at another already."""
+        """Return the port at which peers reach this process at its address `host`, and listen there.
+
+        0 if they can't, because it listens at another address already.
+        """
+        everywhere = "::" if ":" in host else "0.0.0.0"
         with self._lock:
             if self._is_stopped:
                 return 0
@@ -90,14 +95,14 @@ class Resharing:
                     self._port = self._listener.getsockname()[1]
                 except BadArgument as error:
                     logger.warning("chunks are not served to other receivers: %s", error.what)
-            elif not self._is_own and self._host not in (host, *ANY_HOST):
+            elif not self._is_own and self._host not in (host, everywhere):
                 logger.warning(
                     "chunks are not served to other receivers: the source given as reshare= listens on %s, "
                     "and they may reach this process at %s",
                     self._host,
                     host,
                 )
-            return self._port if self._host in (host, *ANY_HOST) else 0
+            return self._port if self._host in (host, everywhere) else 0
 
     def start(
         self,
@@ -119,7 +124,9 @@ class Resharing:
         if self._server is not None:
             self._server.add_handler(grant.peer_token, self._handler)
         elif self._listener is not None:
-            self._server = HttpServer([self._listener], grant.peer_token, self._handler)
+            self._server = HttpServer(
+                [self._listener], grant.peer_token, self._handler, wake=landing.stop_reading
+            )
 
     def finish(self, linger_s: float) -> None:
         """Return at once, and serve those that take chunks now for up to `linger_s` in the background."""
@@ -149,7 +156,7 @@ class Resharing:
     def close_inherited(self) -> None:
         """Forget everything in a forked child."""
         self._shelf.forget()
-        self._landing = None
+        self._landing, self._lock = None, threading.Lock()
         if self._listener is not None:
             close_descriptor(self._listener)
 

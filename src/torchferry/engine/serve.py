@@ -4,6 +4,7 @@ import hmac
 import logging
 import re
 import threading
+from collections.abc import Generator
 from contextlib import suppress
 
 from msgspec import msgpack
@@ -53,7 +54,7 @@ class PullHandler:
     def answer(self, request: Request) -> Response:
         """Answer a request. Every error becomes a status and a reason."""
         try:
-            # With TLS, a client certificate may be required for a lease, and the Unix socket asks for none.
+            # Leases are granted over TCP only: the Unix socket has no TLS, which may require a certificate.
             if (request.method, request.path, request.local) == ("POST", "/v1/leases", False):
                 return self._grant(request)
             found = _LEASE_PATH.fullmatch(request.path)
@@ -118,7 +119,7 @@ class PullHandler:
         published = lease.held
         if not 0 <= first < end <= len(published.plan.chunks):
             return _failure(pull.BAD_REQUEST, f"there are no chunks {first} to {end}")
-        if paths := published.changed_paths(first if what == "damaged" else None):
+        if paths := self._shelf.changed_paths(lease, first if what == "damaged" else None):
             return _changed(paths)
         if what == "damaged":
             logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
@@ -133,21 +134,27 @@ class PullHandler:
 
         None if there is no memory for that.
         """
+        buffers: Generator[memoryview, None, None] | None = None
         shared, offset = self._shelf.share(lease, first, end), lease.held.start(first)
         if shared is None:
             shared, offset = self._buffer(connection, lease.held.size(first, end)), 0
             if shared is None:
                 return None
-            start = 0
-            try:
-                for data in self._shelf.read(lease, first, end):
-                    shared.write(start, data)
-                    start += len(data)
-            except StateError:
-                return _changed(lease.held.changed_paths())
-            if start < lease.held.size(first, end):
-                raise LinkBroken("the lease ended while chunks were copied")
-        return Response(pull.IN_MEMORY, msgpack.encode(pull.InMemory(offset)), memory=shared)
+            buffers = self._copy(lease, first, end, shared)
+        body = msgpack.encode(pull.InMemory(offset))
+        return Response(pull.IN_MEMORY, body, buffers=buffers, memory=shared)
+
+    def _copy(
+        self, lease: Lease[Published], first: int, end: int, shared: SharedBlock
+    ) -> Generator[memoryview, None, None]:
+        """Copy chunks to shared memory, one after the other; raises ConnectionError if the lease ends."""
+        start = 0
+        for data in self._shelf.read(lease, first, end):
+            shared.write(start, data)
+            start += len(data)
+            yield data
+        if start < lease.held.size(first, end):
+            raise ConnectionError("the lease ended while chunks were copied")
 
     def _buffer(self, connection: int, nbytes: int) -> SharedBlock | None:
         """Return the buffer of a connection, whose client has read all that it got; None without memory."""
@@ -165,8 +172,10 @@ class PullHandler:
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)
         # Without verification, the receiver may have a mixture of old and new bytes.
-        if result.outcome == "confirmed" and not result.verified and (paths := lease.held.changed_paths()):
-            return _changed(paths)
+        if result.outcome == "confirmed" and not result.verified:
+            paths = self._shelf.changed_paths(lease)
+            if paths:
+                return _changed(paths)
         self._shelf.finish(lease, result)
         logger.debug("lease %s: %s %s", lease.id[:8], lease.receiver, result.outcome)
         return Response(pull.NOTHING)

@@ -73,11 +73,16 @@ class Shelf:
             self._free_unused()
             self._release(lambda lease: lease.name == name, timeout_s, readers)
 
+    def stop_granting(self) -> None:
+        """Give out no more leases, and end requests that wait for a version."""
+        with self._changed:
+            self._leases.close()
+            self._changed.notify_all()
+
     def close(self, timeout_s: float) -> None:
         """Withdraw everything. Readers have `timeout_s` to finish, and are dropped then."""
+        self.stop_granting()
         with self._locked() as leases:
-            leases.close()
-            self._changed.notify_all()
             try:
                 self._release(lambda _: True, timeout_s, "wait")
             except ReadersRemain:
@@ -111,7 +116,8 @@ class Shelf:
         with self._changed:
             leases = self._leases
             self._changed.wait_for(
-                lambda: leases.confirmed(name, version) >= receivers or leases.is_closed, timeout_s
+                lambda: leases.confirmed(name, version) >= receivers or leases.is_closed,
+                min(timeout_s, threading.TIMEOUT_MAX),
             )
             confirmed = leases.confirmed(name, version)
             if confirmed < receivers:
@@ -134,8 +140,10 @@ class Shelf:
         self._changed = threading.Condition()
 
     def _expire(self) -> None:
-        for lease in self._leases.expire(time.monotonic()):
-            self._disconnect_all(lease)
+        if silent := self._leases.expire(time.monotonic()):
+            for lease in silent:
+                self._disconnect_all(lease)
+            self._free_unused()
 
     def _disconnect_all(self, lease: Lease[Published]) -> None:
         for connection in lease.connections:
@@ -175,16 +183,26 @@ class Shelf:
 
     def read(self, lease: Lease[Published], first: int, end: int) -> Generator[memoryview, None, None]:
         """Yield the bytes of the chunks from `first` to `end`, until the lease ends."""
-        with self._changed:
-            is_open = self._leases.begin_send(lease)
-        if not is_open:
-            return
-        try:
+        with suppress(LinkBroken), self._pinned(lease):
             for data in lease.held.read(first, end):
                 yield data
                 with self._changed:
                     if not self._leases.sent(lease, len(data), time.monotonic()):
                         return
+
+    def changed_paths(self, lease: Lease[Published], chunk: int | None = None) -> list[str]:
+        """Return which paths of a lease's version changed; raises LinkBroken if the lease has ended."""
+        with self._pinned(lease):
+            return lease.held.changed_paths(chunk)
+
+    @contextmanager
+    def _pinned(self, lease: Lease[Published]) -> Iterator[None]:
+        """Keep a lease's version while a thread reads it; raises LinkBroken if the lease has ended."""
+        with self._changed:
+            if not self._leases.begin_send(lease):
+                raise LinkBroken(self._leases.why_ended(lease.id))
+        try:
+            yield
         finally:
             with self._locked() as leases:
                 leases.end_send(lease)

@@ -15,6 +15,7 @@ from torchferry.errors import (
     BadManifest,
     Corrupted,
     FerryError,
+    LinkBroken,
     LinkTimeout,
     NoSuchVersion,
     NotAuthorized,
@@ -126,6 +127,8 @@ class Sources:
                         found.append(source)
                     elif self.is_final:
                         self.lose(source, PeerError(f"not used: {reason}"))
+                        # It would keep that version in memory until the end of the fetch.
+                        self.start(source.leave, f"not used: {reason}")
         return found
 
     def add_peers(self, grant: Grant, tls: ssl.SSLContext | None) -> None:
@@ -138,7 +141,7 @@ class Sources:
         named = [
             peer
             for peer in grant.peers
-            if peer.port and is_numeric(peer.host) and (peer.host, peer.port) != given.own_place
+            if peer.port and is_numeric(peer.host) and (peer.host, peer.port) != given.own_address
         ]
         if named and grant.peer_token and not given.is_local():
             silent_s = PEER_S * (1 + len(grant.peers))
@@ -182,6 +185,8 @@ class Sources:
 
     def lose(self, source: RemoteSource, error: FerryError) -> None:
         """Give a source up, because of an error."""
+        if source.is_peer and isinstance(error, NotAuthorized):
+            error = LinkBroken("the receiver does not reshare this version any more")
         with self.changed:
             if source.error is None and not self.is_over:
                 source.error = error.with_context(peer=source.peer)
@@ -218,9 +223,16 @@ class Sources:
             return LinkTimeout(f"no source sent {self.wanted} in time: {listed}")
         return SourcesLost(reasons)
 
-    def tell(self, sources: Sequence[RemoteSource], result: Result, timeout_s: float) -> list[RemoteSource]:
+    def tell(
+        self,
+        sources: Sequence[RemoteSource],
+        result: Result,
+        timeout_s: float,
+        wait_for: Sequence[RemoteSource] | None = None,
+    ) -> list[RemoteSource]:
         """Tell sources a result, all at the same time, and return those that do not know it afterwards.
 
+        With `wait_for`, the answers of the others are not waited for.
         Raises PeerGaveUp if a source does not accept it.
         """
         told: dict[RemoteSource, bool | Exception] = {}
@@ -239,7 +251,8 @@ class Sources:
             except StateError as error:
                 told[source] = error
         with self.changed:
-            self.changed.wait_for(lambda: len(told) == len(sources), timeout_s)
+            due = sources if wait_for is None else wait_for
+            self.changed.wait_for(lambda: all(source in told for source in due), timeout_s)
         for answer in list(told.values()):
             if isinstance(answer, PeerGaveUp):
                 raise answer

@@ -61,7 +61,7 @@ class HttpConnection:
         self._offset: int | None = None  # of the next bytes in the file that came with a response
         self.heard_s = time.monotonic()
         self._rest: bytes | bytearray = b""  # what was received behind a head
-        self._is_shut_down = False
+        self._shut_down_reason = ""
         self._lock = threading.Lock()
         self._sock: socket.socket
         try:
@@ -70,14 +70,20 @@ class HttpConnection:
             if address.secure and local is None:
                 context = tls or ssl.create_default_context()
                 # The handshake comes afterwards, so that it can be ended.
-                self._sock = context.wrap_socket(
-                    self._sock, server_hostname=address.host, do_handshake_on_connect=False
-                )
+                with self._lock:
+                    self._sock = context.wrap_socket(
+                        self._sock, server_hostname=address.host, do_handshake_on_connect=False
+                    )
+                self._raise_if_shut_down()
                 self._sock.do_handshake()
         except (OSError, UnicodeError) as error:
             with suppress(AttributeError):  # there is no socket if the host has no address
-                self._sock.close()
+                self.close()
             raise self._translated(error) from error
+
+    def _raise_if_shut_down(self) -> None:
+        if self._shut_down_reason:
+            raise ConnectionError(self._shut_down_reason)
 
     def _connect(self, timeout_s: float, connecting: Callable[["HttpConnection"], object]) -> None:
         """Connect to the first address of the host that answers, as socket.create_connection does."""
@@ -90,8 +96,7 @@ class HttpConnection:
                 close_after_fork(self)
                 connecting(self)
                 self._sock.settimeout(timeout_s)
-                if self._is_shut_down:
-                    raise ConnectionError("the fetch is over")
+                self._raise_if_shut_down()
                 if self._local is None:
                     self._sock.connect(where)
                 else:
@@ -200,10 +205,10 @@ class HttpConnection:
         self.read_into(memoryview(body))
         return bytes(body)
 
-    def shut_down(self) -> None:
+    def shut_down(self, reason: str = "the fetch is over") -> None:
         """End the connection. The thread that waits for it gets an error."""
         with self._lock:
-            self._is_shut_down = True
+            self._shut_down_reason = self._shut_down_reason or reason
             # close() then resets it. Otherwise a server that waits to send may not notice for a minute.
             with suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -224,7 +229,7 @@ class HttpConnection:
         peer = str(self.address)
         if isinstance(error, TimeoutError):
             return LinkTimeout("the source did not answer in time", peer=peer)
-        if self._is_shut_down:
-            return LinkBroken("the source was too slow, so the connection was closed", peer=peer)
+        if self._shut_down_reason:
+            return LinkBroken(self._shut_down_reason, peer=peer)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return LinkBroken(reason or type(error).__name__, peer=peer)

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -44,7 +44,8 @@ MAX_GUESTS = 512
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
 SEND_S = 60.0
-"""How long a connection with the token may take no bytes, or take to send the rest of a request."""
+"""How long a connection with the token may take for _SEND_BYTES of an answer, or for more of a request."""
+_SEND_BYTES = 1 << 20
 MAX_CONNECTIONS = 1024
 """The most connections with the token."""
 LAST_ANSWERS_S = 0.5
@@ -70,8 +71,8 @@ class Request:
 class Response:
     """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
 
-    If `buffers` yields less, the connection is closed. The descriptor of `memory` is sent with the head, to a
-    client that is local.
+    If `buffers` yields less, the connection is closed. To a client that is local, the descriptor of `memory`
+    may be sent with the head. Then `buffers` yields what it copies to that memory, and nothing of it is sent.
     """
 
     status: int
@@ -103,7 +104,7 @@ class _Connection:
     since_s: float
     handshaking: bool
     is_answering: bool = True
-    is_reading: bool = False  # the handler's state, to send it
+    is_over: bool = False
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
     )
@@ -127,6 +128,11 @@ class _Connection:
                 raise h11.RemoteProtocolError("the body of a request is too long")
         return bytes(body)
 
+    def _send(self, data: memoryview) -> None:
+        # The timeout is for one call. In pieces, it does not pass while the client takes bytes.
+        for start in range(0, len(data), _SEND_BYTES):
+            self.sock.sendall(data[start : start + _SEND_BYTES])
+
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
         # HTTP forbids the length of a response that never has a body.
@@ -136,27 +142,32 @@ class _Connection:
         head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
         data = (head or b"") + response.body
         if response.memory is not None:
-            # A few hundred bytes are always sent as a whole.
-            socket.send_fds(self.sock, [data], [response.memory.descriptor])
+            self._send_memory(response, response.memory, data)
         else:
-            self.sock.sendall(data)
+            self._send(memoryview(data))
         if response.body:
             self.parser.send_with_data_passthrough(h11.Data(data=response.body))
-        if response.buffers is not None:
-            self.is_reading = True
+        if response.memory is None and response.buffers is not None:
             with closing(response.buffers) as buffers:
                 for buffer in buffers:
-                    self.sock.sendall(buffer)
+                    self._send(buffer)
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
-        self.is_reading = False
         self.parser.send(h11.EndOfMessage())
+
+    def _send_memory(self, response: Response, memory: SharedBlock, data: bytes) -> None:
+        with closing(response.buffers or _nothing()) as copied:
+            for _ in copied:
+                if self.is_over:
+                    raise ConnectionError("the server is closed")
+        # A few hundred bytes are always sent as a whole.
+        socket.send_fds(self.sock, [data], [memory.descriptor])
 
 
 class HttpServer:
     """Serves a handler until it is closed. Its threads are daemons, so they never delay the end of Python.
 
     It listens at `listeners`, of which those of the Unix family are local: they take no TLS, and only
-    connections of the same user.
+    connections of the same user. `wake` is called when the process ends: it must end answers that wait.
     """
 
     def __init__(
@@ -165,7 +176,9 @@ class HttpServer:
         token: str,
         handler: Handler,
         tls: ssl.SSLContext | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        self.wake = wake
         self._listeners = listeners
         self._handlers = {f"Bearer {token}".encode(): handler}
         self._tls = tls
@@ -174,7 +187,6 @@ class HttpServer:
         self._guests: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
         self._admitted: dict[int, _Connection] = {}
         self._is_closed = False
-        self._answers_no_more = False
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         for listener in listeners:
@@ -191,7 +203,8 @@ class HttpServer:
         with self._lock:
             if not self._is_closed:
                 # In this order: the thread closes the sockets as soon as it sees the flag.
-                self._waker.send(b"\0")
+                with suppress(OSError):
+                    self._waker.send(b"\0")
                 self._is_closed = True
         self._watcher.join()
 
@@ -219,11 +232,11 @@ class HttpServer:
             connections = self._admitted.values()
             # A receiver that confirmed gets its answer, even if the source is closed at once.
             self._lock.wait_for(lambda: not any(each.is_answering for each in connections), finish_s)
-            self._answers_no_more = True
             for connection in connections:
+                connection.is_over = True
                 sockets.shut_down(connection.sock)
-            # Nothing of the state is read any more.
-            self._lock.wait_for(lambda: not any(each.is_reading for each in connections), LAST_ANSWERS_S)
+            # When all threads have ended, nothing of the handler's memory is read any more.
+            self._lock.wait_for(lambda: not connections, LAST_ANSWERS_S)
 
     def close_inherited(self) -> None:
         """Close the sockets in a forked child, which has none of the threads. Locks may never be released."""
@@ -248,8 +261,8 @@ class HttpServer:
                             self._advance(key.data)
                         elif key.fileobj is not self._woken:
                             self._accept(key.fileobj)  # type: ignore[arg-type]
-                    except (RuntimeError, MemoryError) as error:
-                        # There is no memory for a thread or a buffer. Later there may be.
+                    except Exception as error:
+                        # There may be no memory for a thread or a buffer. Later there may be.
                         logger.warning("a connection is closed, because it can't be served: %s", error)
                         if key.data is not None:
                             self._dismiss(key.data)
@@ -349,29 +362,7 @@ class HttpServer:
     def _serve(self, connection: _Connection, request: Any, handler: Handler) -> None:
         """Answer the requests of one connection, all with the same token, until it is closed."""
         try:
-            while isinstance(request, h11.Request):
-                connection.sock.settimeout(SEND_S)
-                if self._handler_for(request) is not handler:
-                    connection.respond(_UNAUTHORIZED, last=True)
-                    return
-                body = connection.read_body()
-                method = request.method.decode("ascii", "replace")
-                path = request.target.decode("ascii", "replace")
-                with self._lock:
-                    if self._answers_no_more:
-                        return
-                    # A local client gets chunks that the handler may copy first.
-                    connection.is_reading = not connection.host
-                asked = Request(method, path, body, connection.number, not connection.host, connection.host)
-                # A response to HEAD has no body, so it can't have a reason.
-                connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
-                connection.parser.start_next_cycle()
-                connection.sock.settimeout(IDLE_S)
-                with self._lock:
-                    connection.is_answering = False
-                    self._lock.notify_all()
-                request = connection.next_event()
-                connection.is_answering = True
+            self._answer_all(connection, request, handler)
         except (OSError, h11.ProtocolError) as error:
             # The client is gone, too slow, or does not speak HTTP.
             logger.debug("the connection of %s ended: %s", connection.peer, reason_of(error))
@@ -380,11 +371,35 @@ class HttpServer:
         except Exception:
             logger.warning("answering %s failed", connection.peer, exc_info=True)
         finally:
+            handler.disconnected(connection.number)
             with self._lock:
                 self._admitted.pop(connection.number, None)
                 self._lock.notify_all()
                 connection.sock.close()
-            handler.disconnected(connection.number)
+
+    def _answer_all(self, connection: _Connection, request: Any, handler: Handler) -> None:
+        while isinstance(request, h11.Request) and not connection.is_over:
+            connection.sock.settimeout(SEND_S)
+            if self._handler_for(request) is not handler:
+                connection.respond(_UNAUTHORIZED, last=True)
+                return
+            body = connection.read_body()
+            method = request.method.decode("ascii", "replace")
+            path = request.target.decode("ascii", "replace")
+            asked = Request(method, path, body, connection.number, not connection.host, connection.host)
+            # A response to HEAD has no body, so it can't have a reason.
+            connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
+            connection.parser.start_next_cycle()
+            connection.sock.settimeout(IDLE_S)
+            with self._lock:
+                connection.is_answering = False
+                self._lock.notify_all()
+            request = connection.next_event()
+            connection.is_answering = True
+
+
+def _nothing() -> Generator[memoryview, None, None]:
+    yield from ()
 
 
 _UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))
@@ -394,6 +409,7 @@ _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 
 @atexit.register
 def _close_servers() -> None:
-    """End threads that read a state: torch aborts the process if it ends while a thread uses torch."""
+    """End all threads: Python ends those that are left, and if one is in torch's code, the process aborts."""
     for server in list(_servers):
+        server.wake()
         server.close(finish_s=0.0)

@@ -158,10 +158,10 @@ class MemoryChannel:
     def _receive_ring(self, deadline_s: float) -> None:
         self._set_timeout(deadline_s)
         data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if data == _NO_RING:
-            return
         if data != _RING or not descriptors:
             close_all(descriptors)
+            if data == _NO_RING:
+                return
             raise self._gone("it sent no ring")
         try:
             self._memory = ring = map_received(descriptors[0])
@@ -273,7 +273,7 @@ class MemoryChannel:
     def close(self) -> None:
         """End all waits, and free socket and memory. Nothing is copied afterwards."""
         self.stop()
-        # If a thread is stuck, it frees them at its end.
+        # If a thread is stuck, they are freed with the last reference to this object.
         if self._waiting.acquire(timeout=_STOP_S):
             self._sock.close()
             self._memory = None

@@ -369,3 +369,15 @@ class AnySequence(RuleBasedStateMachine):
 
 TestAnySequence = AnySequence.TestCase
 TestAnySequence.settings = examples(200)
+
+
+def test_an_open_reader_is_listed_however_many_fetches_have_ended_since() -> None:
+    leases = serving(7)
+    oldest = leases.grant(LeaseRequest("state", "oldest"), "oldest", 1, 0.0)
+    assert oldest is not None
+    for number in range(MAX_ENTRIES + 5):
+        lease = leases.grant(LeaseRequest("state", "reader"), f"{number}", 2, 1.0)
+        assert lease is not None
+        leases.finish(lease, Result("confirmed"), 1.0)
+    readers = leases.readers(2.0)
+    assert (len(readers), readers[0].receiver) == (MAX_ENTRIES + 1, "oldest")
