@@ -337,7 +337,8 @@ def test_of_differing_states_of_one_version_that_of_the_first_address_is_fetched
     chosen, other = by_source(result, listed)
     assert (chosen.bytes, other.bytes) == (TOTAL_BYTES, 0)
     assert other.failures == ["not used: its version 7 holds another state than that of the first source"]
-    assert {exchange.step for exchange in listed[1].requests} == {"connect"}
+    # It is told that it is not used.
+    assert {exchange.step for exchange in listed[1].requests} <= {"connect", "confirm"}
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])

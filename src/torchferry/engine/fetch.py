@@ -214,13 +214,16 @@ class _Fetch(Phases):
         self._watch(self._sources.is_settled, until_s)
         grant = self._sources.choose()
         if grant is None:
-            error = self._sources.why_none(is_late=time.monotonic() >= until_s)
-            is_stalled = isinstance(error, LinkTimeout) and until_s < self._deadline_s
-            raise LinkStalled(error.what) if is_stalled else error
+            raise self._why_none(until_s)
         logger.debug("%s: version %d, root %s", self._name, grant.version, grant.root)
         if wanted.newer_than is not None:
             self._deadline_s = time.monotonic() + self.options.timeout_s
         return grant
+
+    def _why_none(self, until_s: float) -> FerryError:
+        error = self._sources.why_none(is_late=time.monotonic() >= until_s)
+        is_stalled = isinstance(error, LinkTimeout) and until_s < self._deadline_s
+        return LinkStalled(error.what) if is_stalled else error
 
     def _read_metadata(self, grant: Grant) -> tuple[Grant, EncodedManifest, tuple[int, ...]]:
         """Read the manifest and the digests from the first source that delivers them.
