@@ -20,7 +20,7 @@ import typer
 from torchferry import __version__
 from torchferry.core.text import show_text
 from torchferry.engine.fetch import ProgressEvent
-from torchferry.errors import BadArgument, FerryError, StateError
+from torchferry.errors import BadArgument, FerryError, NotAuthorized, StateError
 from torchferry.fetching import fetch
 from torchferry.links.address import parse_address
 from torchferry.serving import serve
@@ -162,7 +162,7 @@ def _addresses(arguments: Sequence[str], file: Path | None, token: str | None) -
     found = [each if "#" in each else f"{each.removesuffix('/')}/#{token}" for each in found]
     try:
         return [parse_address(address).url for address in found]
-    except BadArgument as error:
+    except (BadArgument, NotAuthorized) as error:
         raise typer.BadParameter(error.what) from None
 
 

@@ -87,7 +87,7 @@ def fetch(
         BadArgument: an argument is invalid.
         StateMismatch: the state does not fit `into`; none of its bytes was requested.
         NoSuchVersion: no source has the name or the version (also a LookupError).
-        NotAuthorized: the token is wrong (also a PermissionError).
+        NotAuthorized: the token is wrong or missing (also a PermissionError).
         SourcesLost: no source can be reached, or all died; says why for each (also a ConnectionError).
         LinkTimeout: the timeout or `stall_timeout` passed (also a TimeoutError).
         Corrupted: every source delivered damaged bytes again and again.

@@ -415,3 +415,40 @@ def test_a_forked_child_can_fetch_whatever_its_parent_was_doing() -> None:
                 finally:
                     os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["hangs", "is as slow"])
+def test_a_source_that_takes_longer_than_a_second_delivers_although_another_is_no_better(other: str) -> None:
+    def late(exchange: Exchange) -> None:
+        if exchange.step == "chunks":
+            threading.Event().wait(1.3)
+        exchange.relay()
+
+    def hang(exchange: Exchange) -> None:
+        exchange.hold() if exchange.step == "chunks" else exchange.relay()
+
+    state = filled(3, 2 * MIB)
+    with (
+        serve(state, version=1) as one,
+        serve(state, version=1) as two,
+        Proxy(one.address, late) as slow,
+        Proxy(two.address, hang if other == "hangs" else late) as second,
+    ):
+        got = fetch([slow.address, second.address], timeout=20)
+    assert torch.equal(got.state["weight"], state["weight"])
+
+
+@pytest.mark.parametrize("phase", ["assemble", "confirm"])
+def test_progress_is_not_reported_any_more_once_an_atomic_state_is_written(phase: str) -> None:
+    # If it raised, the fetch would fail with the new state in place.
+    def fail(event: ProgressEvent) -> None:
+        if event.phase == phase:
+            raise KeyError("enough")
+
+    local = filled(0)
+    with serve(filled(3), version=1) as source, suppress(KeyError):
+        fetch(source.address, local, atomic=True, on_progress=fail)
+        assert torch.equal(local["weight"], filled(3)["weight"])
+        return
+    assert torch.equal(local["weight"], filled(0)["weight"])

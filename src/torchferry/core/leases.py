@@ -288,9 +288,14 @@ class Leases(Generic[HeldT]):
         return [reader for _, _, reader in found]
 
     def missing(self, name: str, version: int, now_s: float) -> list[Reader]:
-        """List the last fetch of every receiver of a name that has not confirmed a version."""
+        """List the last fetch of every receiver of a name that has not confirmed a version.
+
+        A receiver that reads it more than once at the same time is listed for every open fetch.
+        """
         last = {reader.receiver: reader for reader in self.readers(now_s) if reader.name == name}
         for reader in self.readers(now_s):
             if (reader.name, reader.version, reader.state) == (name, version, LeaseState.CONFIRMED.label):
                 last.pop(reader.receiver, None)
-        return list(last.values())
+        reading = [lease.show(now_s) for lease in self._open.values() if lease.name == name]
+        found = [*last.values(), *(reader for reader in reading if reader.version == version)]
+        return list(dict.fromkeys(found))

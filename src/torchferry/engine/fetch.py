@@ -164,6 +164,7 @@ class _Fetch(Phases):
         self._sink: Sink | None = None
         self._reported_bytes = 0
         self._callback_error: BaseException | None = None
+        self._is_committed = False
 
     def run(self) -> Fetched:
         options = self.options
@@ -252,11 +253,14 @@ class _Fetch(Phases):
                 if stall_s is not None and time.monotonic() > began_s + stall_s:
                     raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
             if not sources.serving():
-                self._watch(lambda: sources.choose() is not None or not sources.unanswered, self._deadline_s)
+                until_s = min(self._deadline_s, time.monotonic() + (stall_s or inf))
+                self._watch(lambda: sources.choose() is not None or not sources.unanswered, until_s)
                 grant = sources.choose() or grant
-            if not sources.serving() or not self._left_s():
-                break
-        raise sources.why_none(is_late=not self._left_s())
+                if not sources.serving():
+                    raise self._why_none(until_s)
+            if not self._left_s():
+                raise self._why_none(self._deadline_s)
+        raise AssertionError("unreachable")
 
     def _plan(self, encoded: EncodedManifest, digests: Sequence[int], grant: Grant) -> Plan:
         cache, chunk_bytes, pack_bytes = self._workspace.cache, grant.chunk_bytes, grant.pack_bytes
@@ -315,8 +319,11 @@ class _Fetch(Phases):
                 self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
             receiving.check(options.stall_s)
             self._enter(FetchState.ASSEMBLING)
-            if landing.extra_bytes and not options.verify:
-                self._in_thread(self._raise_if_changed, needed)
+            if landing.extra_bytes:
+                if not options.verify:
+                    self._in_thread(self._raise_if_changed, needed)
+                # From here on the new state is written, and nothing but Ctrl-C may end the fetch.
+                self._is_committed = True
             # In a thread, so that Ctrl-C does not interrupt an atomic write.
             self._in_thread(landing.apply, finish=True)
         finally:
@@ -341,7 +348,7 @@ class _Fetch(Phases):
         timeout_s = min(_CONFIRM_S, self._left_s())
         untold = self._in_thread(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]
-        if unsure and not self.options.verify:
+        if unsure and not self.options.verify and not self._is_committed:
             shown = ", ".join(source.peer for source in unsure)
             raise PeerGaveUp(f"nothing was verified, and {shown} can't say whether its state changed")
         if serving and not untold:
@@ -419,7 +426,7 @@ class _Fetch(Phases):
 
     def _emit(self) -> None:
         """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""
-        if self.options.on_progress is None:
+        if self.options.on_progress is None or self._is_committed:
             return
         receiving = self._receiving
         moved, total, peer = 0, 0, None

@@ -37,6 +37,7 @@ class _Lane:
     source: RemoteSource
     thread: threading.Thread | None = None
     connection: HttpConnection | None = None
+    is_connecting: bool = False
     is_overdue: bool = False
 
 
@@ -107,7 +108,10 @@ class Receiving:
             lane.thread = self._sources.start(self._deliver, lane)
 
     def _end_overdue(self) -> None:
-        """End connections whose next chunk is overdue, if another source can deliver it."""
+        """End connections whose next chunk is overdue, if another source can deliver it.
+
+        A source can't if it rests, is overdue itself, or is still being connected to.
+        """
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
             # A lane's own thread sets its connection to None at any time.
@@ -116,11 +120,13 @@ class Receiving:
                 if connection is not None:
                     self._schedule.heard(number, connection.heard_s)
                     self._heard_s = max(self._heard_s, connection.heard_s)
-            for number in self._schedule.overdue(now_s):
-                lane, connection = self._lanes[number], connections[number]
-                others = [source for source in serving if source is not lane.source]
-                if connection is not None and not all(other.backoff.rests(now_s) for other in others):
-                    lane.is_overdue = True
+            overdue = self._schedule.overdue(now_s)
+            busy = {lane.source for lane in self._lanes if lane.is_connecting or lane.number in overdue}
+            able = [each for each in serving if each not in busy and not each.backoff.rests(now_s)]
+            for number in overdue:
+                connection = connections[number]
+                if connection is not None and able:
+                    self._lanes[number].is_overdue = True
                     connection.shut_down(TOO_SLOW)
 
     def stop(self) -> None:
@@ -165,7 +171,11 @@ class Receiving:
         """
         while self._wait_until_needed(lane):
             if lane.connection is None:
-                lane.connection = lane.source.connect_for_chunks(self._left_s())
+                lane.is_connecting = True
+                try:
+                    lane.connection = lane.source.connect_for_chunks(self._left_s())
+                finally:
+                    lane.is_connecting = False
                 self._raise_if_over()
             with self._changed:
                 if self._schedule.has_more:

@@ -269,10 +269,19 @@ class RemoteSource:
 
     def keep_alive(self) -> None:
         """Show the source that this receiver lives, until `shut_down`."""
+        connection: HttpConnection | None = None
         while not self._over.wait(pull.ALIVE_S):
-            # If the source is gone, the next request for chunks finds that out.
-            with suppress(FerryError):
-                self._post("alive", pull.ALIVE_S)
+            try:
+                # One connection for all: the lease would end with the last of several short ones.
+                connection = connection or self.connect(pull.ALIVE_S)
+                self._ask(connection, "POST", self._path("alive"), pull.ALIVE_S)
+            except FerryError:
+                # If the source is gone, the next request for chunks finds that out.
+                if connection is not None:
+                    self.close(connection)
+                connection = None
+        if connection is not None:
+            self.close(connection)
 
     def leave(self, reason: str) -> None:
         """End the lease and all connections, because this source is not used."""

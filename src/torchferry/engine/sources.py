@@ -28,6 +28,9 @@ from torchferry.links.address import Address, is_numeric
 
 logger = logging.getLogger(__name__)
 
+_OTHERS_S = 0.25
+"""How long sources that are known to be too slow may take to take note of a result."""
+
 _PEERS = 2
 """How many other receivers have granted a lease: the one that chunks come from, and one in reserve."""
 
@@ -125,7 +128,7 @@ class Sources:
                     reason = why_not_mixed(source.grant, self.chosen)
                     if not reason:
                         found.append(source)
-                    elif self.is_final:
+                    elif self.is_final and not self.is_over:
                         self.lose(source, PeerError(f"not used: {reason}"))
                         # It would keep that version in memory until the end of the fetch.
                         self.start(source.leave, f"not used: {reason}")
@@ -232,7 +235,7 @@ class Sources:
     ) -> list[RemoteSource]:
         """Tell sources a result, all at the same time, and return those that do not know it afterwards.
 
-        With `wait_for`, the answers of the others are not waited for.
+        With `wait_for`, the answers of the others are waited for only a moment longer.
         Raises PeerGaveUp if a source does not accept it.
         """
         told: dict[RemoteSource, bool | Exception] = {}
@@ -253,6 +256,7 @@ class Sources:
         with self.changed:
             due = sources if wait_for is None else wait_for
             self.changed.wait_for(lambda: all(source in told for source in due), timeout_s)
+            self.changed.wait_for(lambda: len(told) == len(sources), min(timeout_s, _OTHERS_S))
         for answer in list(told.values()):
             if isinstance(answer, PeerGaveUp):
                 raise answer

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from torchferry.errors import BadArgument
+from torchferry.errors import BadArgument, NotAuthorized
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^][:@/#?]+))(?::([0-9]{1,5}))?")  # [IPv6] or name, and port
 ANY_HOST = "0.0.0.0", "::"
@@ -37,7 +37,9 @@ class Address:
 
 
 def parse_address(text: object) -> Address:
-    """Parse `http://HOST:PORT/#TOKEN`; raises BadArgument, whose message does not contain the token.
+    """Parse `http://HOST:PORT/#TOKEN`; raises BadArgument, or NotAuthorized if there is no token.
+
+    No message contains a token.
 
     >>> parse_address("https://[::1]:7000/#0123456789abcdef")
     Address(host='::1', port=7000, secure=True)
@@ -58,7 +60,9 @@ def parse_address(text: object) -> Address:
         raise _not_an_address("its host is not printable ASCII")
     if parts.path not in ("", "/") or parts.query or parts.username is not None:
         raise _not_an_address("it has more than a host, a port and a token")
-    if not parts.fragment or not is_token(parts.fragment):
+    if not parts.fragment:
+        raise NotAuthorized("the address has no token: pass `source.address`, which has one after the #")
+    if not is_token(parts.fragment):
         raise _not_an_address("it has no valid token after the #")
     return Address(host, port, parts.fragment, parts.scheme == "https")
 

@@ -381,3 +381,14 @@ def test_an_open_reader_is_listed_however_many_fetches_have_ended_since() -> Non
         leases.finish(lease, Result("confirmed"), 1.0)
     readers = leases.readers(2.0)
     assert (len(readers), readers[0].receiver) == (MAX_ENTRIES + 1, "oldest")
+
+
+def test_a_receiver_that_reads_twice_at_once_is_missing_until_both_have_confirmed() -> None:
+    leases = serving(7)
+    first, second = (leases.grant(LeaseRequest("state", "host:1"), lease, 1, 0.0) for lease in "ab")
+    assert first is not None
+    assert second is not None
+    leases.finish(first, Result("confirmed"), 1.0)
+    assert [reader.state for reader in leases.missing("state", 7, 2.0)] == ["reading"]
+    leases.finish(second, Result("confirmed"), 3.0)
+    assert leases.missing("state", 7, 4.0) == []

@@ -72,8 +72,6 @@ def test_an_address_is_parsed_and_written_again(text: str, expected: Address | N
         f"http://bücher:7000/#{TOKEN}",
         f"http://ｌocalhost:7000/#{TOKEN}",
         f"http://a\N{FULLWIDTH SOLIDUS}b:7000/#{TOKEN}",
-        "http://127.0.0.1:7000/",
-        "http://127.0.0.1:7000/#",
         f"http://127.0.0.1:7000/#{TOKEN} x",
         f"http://127.0.0.1:7000/#{TOKEN}#",
         f"http://127.0.0.1:7000/#{TOKEN}%41",
@@ -92,6 +90,14 @@ def test_a_malformed_address_is_refused_without_showing_it(text: object) -> None
     assert TOKEN not in f"{error} {error!r} {error.args}"
     # Nor does a chained error, which a traceback would show.
     assert TOKEN not in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    "text", ["http://127.0.0.1:7000", "http://127.0.0.1:7000/", "http://127.0.0.1:7000/#"]
+)
+def test_an_address_without_a_token_is_a_permission_error(text: str) -> None:
+    with pytest.raises(PermissionError, match="the address has no token"):
+        parse_address(text)
 
 
 def test_only_the_url_of_an_address_shows_the_token() -> None:
