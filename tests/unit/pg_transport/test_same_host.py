@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.jobs import new_group, unique_name, wait_for_lanes
+from tests.support.children import wait_until
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from torchferry import PGTransport
@@ -78,7 +79,9 @@ def transfer(rank: int, name: str, how: str, send: dict[str, Any], receive: dict
         local = emptied(STATES[name]()) if how == "in place" else None
         ferry = transport(local, **receive)
         assert_same(ferry.recv_checkpoint(0), STATES[name]())
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
+    # The threads of a transfer end just after it.
+    wait_until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
     dist.barrier()
     return via(ferry)
 
