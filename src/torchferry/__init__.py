@@ -15,19 +15,23 @@ from torchferry.engine.fetch import ProgressEvent as ProgressEvent
 from torchferry.errors import BadArgument as BadArgument
 from torchferry.errors import BadManifest as BadManifest
 from torchferry.errors import Corrupted as Corrupted
+from torchferry.errors import Difference as Difference
 from torchferry.errors import FerryError as FerryError
 from torchferry.errors import GroupBroken as GroupBroken
 from torchferry.errors import LinkBroken as LinkBroken
 from torchferry.errors import LinkError as LinkError
 from torchferry.errors import LinkStalled as LinkStalled
 from torchferry.errors import LinkTimeout as LinkTimeout
+from torchferry.errors import LostPart as LostPart
 from torchferry.errors import Mismatch as Mismatch
 from torchferry.errors import NoSuchVersion as NoSuchVersion
 from torchferry.errors import NotAuthorized as NotAuthorized
+from torchferry.errors import PartsLost as PartsLost
 from torchferry.errors import PeerError as PeerError
 from torchferry.errors import PeerGaveUp as PeerGaveUp
 from torchferry.errors import PickleRefused as PickleRefused
 from torchferry.errors import ReadersRemain as ReadersRemain
+from torchferry.errors import ReplicasDiffer as ReplicasDiffer
 from torchferry.errors import SendBroken as SendBroken
 from torchferry.errors import SendFailed as SendFailed
 from torchferry.errors import SendLate as SendLate
@@ -46,6 +50,9 @@ from torchferry.pg_transport import PGTransport as PGTransport
 from torchferry.serving import Source as Source
 from torchferry.serving import Status as Status
 from torchferry.serving import serve as serve
+from torchferry.syncing import Synced as Synced
+from torchferry.syncing import broadcast_state as broadcast_state
+from torchferry.syncing import sync as sync
 from torchferry.tensors.registry import register as register
 
 __version__ = "0.1.0"

@@ -9,6 +9,8 @@
     │   │   ├── TornAndLate         … because the deadline passed              (also TimeoutError)
     │   │   └── TornAndBroken       … because the connection was lost          (also ConnectionError)
     │   ├── ReadersRemain           readers of a served version did not finish (also TimeoutError)
+    │   ├── ReplicasDiffer          ranks that have the same version have different values in sync
+    │   ├── PartsLost               no rank has some part of the state in sync (also LookupError)
     │   └── BadArgument             a rank, timeout or device is invalid       (also ValueError)
     ├── PeerError                   what the peer sent is the problem
     │   ├── BadManifest             the metadata is malformed, or of another version
@@ -158,6 +160,63 @@ class ReadersRemain(StateError, TimeoutError):
         super().__init__("\n  ".join([what + did_not, *self.readers]))
 
 
+class Difference(NamedTuple):
+    """A leaf that differs between ranks of equal version: `groups` are the ranks that agree with each other.
+
+    `position` is that of the shard; empty for a leaf that is not sharded.
+    """
+
+    path: str
+    position: str
+    groups: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        part = f" {self.position}" if self.position else ""
+        return f"{self.path}{part}: " + " differs from ".join(map(show_ranks, self.groups))
+
+
+class ReplicasDiffer(StateError):
+    """Ranks that have the same version have different values; nothing was written on any rank.
+
+    `differences` has an entry for each path and position of a shard.
+    """
+
+    def __init__(self, differences: Sequence[Difference], advice: str) -> None:
+        self.differences, self.advice = tuple(differences), advice
+        super().__init__(
+            f"ranks of equal version differ in {_places(self.differences)}; nothing was written:\n  "
+            + "\n  ".join([*_first(self.differences, ".differences"), advice]),
+            path=self.differences[0].path if self.differences else None,
+            phase="compare",
+        )
+
+
+class LostPart(NamedTuple):
+    """A part of the state that no rank has: its path, the position of the shard, and who needs it."""
+
+    path: str
+    position: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        part = f"the shard at {self.position}" if self.position else "all of it"
+        return f"{self.path}: {part}, needed by {show_ranks(self.ranks)}"
+
+
+class PartsLost(StateError, LookupError):
+    """No rank has some parts of the state; nothing was written on any rank. `parts` lists each of them."""
+
+    def __init__(self, parts: Sequence[LostPart], advice: str) -> None:
+        self.parts, self.advice = tuple(parts), advice
+        super().__init__(
+            f"no rank of the highest version has {_places(self.parts, 'part')} of the state; nothing was "
+            "written:\n  "
+            + "\n  ".join([*_first(self.parts, ".parts"), advice]),
+            path=self.parts[0].path if self.parts else None,
+            phase="compare",
+        )
+
+
 class BadArgument(StateError, ValueError):
     """An argument is invalid, such as a rank outside the group."""
 
@@ -184,13 +243,12 @@ class StateMismatch(StateError):
         self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | str | None = None
     ) -> None:
         self.mismatches, self.hints = tuple(mismatches), tuple(hints)
-        count, shown = len(self.mismatches), self.mismatches[:50]
-        more = [f"… and {count - len(shown)} more, all in .mismatches"] if count > len(shown) else []
+        shown = _first(self.mismatches, ".mismatches")
         super().__init__(
-            f"the incoming state does not fit the local one in {count} place{'s' if count != 1 else ''}; "
-            "nothing was overwritten:\n  " + "\n  ".join([*map(str, shown), *more, *self.hints]),
+            f"the incoming state does not fit the local one in {_places(self.mismatches)}; "
+            "nothing was overwritten:\n  " + "\n  ".join([*shown, *self.hints]),
             peer=peer,
-            path=shown[0].path if shown else None,
+            path=self.mismatches[0].path if self.mismatches else None,
             phase="compare",
         )
 
@@ -313,3 +371,21 @@ class SendBroken(SendFailed, ConnectionError):
 def _listed(paths: Sequence[str], limit: int = 10) -> str:
     more = [f"… and {len(paths) - limit} more"] if len(paths) > limit else []
     return ", ".join([*paths[:limit], *more]) or "none"
+
+
+def _places(entries: Sequence[object], noun: str = "place") -> str:
+    return f"{len(entries)} {noun}{'s' if len(entries) != 1 else ''}"
+
+
+def _first(entries: Sequence[object], name: str, limit: int = 50) -> list[str]:
+    more = [f"… and {len(entries) - limit} more, all in {name}"] if len(entries) > limit else []
+    return [*map(str, entries[:limit]), *more]
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text.
+
+    >>> show_ranks([3]), show_ranks([0, 1, 2])
+    ('rank 3', 'ranks 0, 1, 2')
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

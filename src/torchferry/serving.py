@@ -5,7 +5,7 @@ import ssl
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, get_args
 
 from torchferry import arguments
@@ -19,7 +19,7 @@ from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
 from torchferry.links.forks import close_after_fork
-from torchferry.links.http_server import HttpServer
+from torchferry.links.http_server import Handler, HttpServer
 from torchferry.links.sockets import listen_locally
 from torchferry.tensors.memory import CPU
 
@@ -199,6 +199,16 @@ class Source:
     def resharing(self) -> Resharing:
         """Return what `fetch(reshare=source)` uses to serve chunks at this source's port."""
         return Resharing(self._server, *self._listens_at)
+
+    def attach(self, handler: Handler) -> str:
+        """Serve a handler at this source's port, and return its address, with a token of its own."""
+        token = secrets.token_urlsafe(32)
+        self._server.add_handler(token, handler)
+        return replace(self._address, token=token).url
+
+    def is_connected(self, connection: int) -> bool:
+        """Return whether a client of a handler that waits for an answer is still there."""
+        return self._server.is_connected(connection)
 
     def close_inherited(self) -> None:
         """Forget all memory in a forked child. The server closes its sockets itself."""

@@ -5,8 +5,10 @@ docstring says what happens without its API: it does something else, or it raise
 kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes each API and tests that.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from itertools import chain
 from math import prod
 from typing import Annotated, Any, cast
@@ -156,6 +158,21 @@ def process_groups() -> list[Any]:
 
         return list(_world.pg_names)
     return [dist.group.WORLD] if dist.is_initialized() else []
+
+
+def store_of(group: Any) -> Any:
+    """Return the store of a process group. Without torch's lookups, that at MASTER_ADDR; None without one."""
+    with suppress(ImportError, AttributeError, KeyError, TypeError):
+        from torch.distributed.distributed_c10d import _world
+
+        return _world.pg_map[group][1]
+    with suppress(AttributeError, RuntimeError):
+        return group.get_group_store()
+    with suppress(KeyError, ValueError, RuntimeError):
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+        return dist.PrefixStore(f"torchferry/{getattr(group, 'group_name', '')}", store)
+    return None
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """The report of a finished transfer."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -127,6 +128,28 @@ class FetchReport:
             f"version {self.version}: {self.bytes_moved:,} of {self.bytes_total:,} bytes moved at "
             f"{self.bytes_per_second / 1e6:,.0f} MB/s from {sources}, {_show_phases(self)}{notes}"
         )
+
+
+def merge_reports(reports: Sequence[FetchReport]) -> FetchReport:
+    """Return one report for several fetches that ran at the same time. The root is that of the first."""
+    sources: dict[str, SourceReport] = {}
+    for report in reports:
+        for address, each in report.sources.items():
+            known = sources.setdefault(address, SourceReport(via=each.via, why_tcp=each.why_tcp))
+            known.bytes, known.chunks = known.bytes + each.bytes, known.chunks + each.chunks
+            known.failures += each.failures
+    longest = max(reports, key=lambda report: report.seconds)
+    return replace(
+        longest,
+        root=reports[0].root,
+        bytes_total=sum(report.bytes_total for report in reports),
+        bytes_moved=sum(report.bytes_moved for report in reports),
+        bytes_skipped=sum(report.bytes_skipped for report in reports),
+        extra_bytes=sum(report.extra_bytes for report in reports),
+        sources=sources,
+        confirmed=all(report.confirmed for report in reports),
+        fresh=tuple(path for report in reports for path in report.fresh),
+    )
 
 
 def _show_phases(report: Report | FetchReport) -> str:

@@ -13,12 +13,14 @@ Traits such as requires_grad, which a receiver that writes in place does not tak
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from msgspec.msgpack import Encoder
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from torchferry.core.destinations import tensors_by_extent
-from torchferry.core.manifest import PICKLED, VALUE, Manifest
+from torchferry.core.extents import Extent
+from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
 from torchferry.core.plan import Plan
 from torchferry.core.pull import encode_digests
 from torchferry.core.tree import walk
@@ -31,28 +33,51 @@ def root_of(manifest: Manifest, plan: Plan, digests: Sequence[int]) -> str:
 
     Raises TooIrregular if it takes too long to find the extents of each tensor.
     """
-    positions = _positions_of_extents(plan)
-    used: list[list[tuple[int, int]]] = [[] for _ in manifest.tensors]
-    for number, tensors in enumerate(tensors_by_extent(plan.extents, manifest)):
-        for tensor in tensors:
-            start = manifest.tensors[tensor].offset - plan.extents[number].offset
-            used[tensor].append((start, positions[number]))
+    used = _used_by_tensor(manifest, plan.extents, _positions_of_extents(plan))
     nodes = []
     for path, child in walk(manifest):
         content: tuple[object, ...]
         if child < 0:
             branch = manifest.branches[~child]
-            content = path, branch.kind, branch.extra
-        elif (leaf := manifest.leaves[child]).kind in (VALUE, PICKLED):
-            content = path, leaf.kind, leaf.fixed, leaf.traits
+            content = branch.kind, branch.extra
         else:
-            parts = []
-            for part in leaf.parts:
-                spec = manifest.tensors[part]
-                parts.append((spec.dtype, spec.shape, spec.stride, spec.conj, spec.neg, used[part]))
-            content = path, leaf.kind, leaf.fixed, parts
-        nodes.append(xxh3_128_digest(_encoder.encode(content)))
+            content = _content_of(manifest, manifest.leaves[child], used)
+        nodes.append(xxh3_128_digest(_encoder.encode((path, *content))))
     return xxh3_128_hexdigest(b"".join((*nodes, xxh3_128_digest(encode_digests(digests)))))
+
+
+def leaf_digests(
+    manifest: Manifest, extents: Sequence[Extent], extent_digests: Sequence[bytes]
+) -> list[bytes]:
+    """Return the digest of each leaf, given those of all extents: leaves of equal digests are equal.
+
+    Raises TooIrregular if it takes too long to find the extents of each tensor.
+    """
+    used = _used_by_tensor(manifest, extents, extent_digests)
+    return [xxh3_128_digest(_encoder.encode(_content_of(manifest, leaf, used))) for leaf in manifest.leaves]
+
+
+Used: TypeAlias = list[list[tuple[int, object]]]
+"""For each tensor, where it starts in each of its extents, and what is known of that extent."""
+
+
+def _used_by_tensor(manifest: Manifest, extents: Sequence[Extent], about: Sequence[object]) -> Used:
+    used: Used = [[] for _ in manifest.tensors]
+    for number, tensors in enumerate(tensors_by_extent(extents, manifest)):
+        for tensor in tensors:
+            start = manifest.tensors[tensor].offset - extents[number].offset
+            used[tensor].append((start, about[number]))
+    return used
+
+
+def _content_of(manifest: Manifest, leaf: Leaf, used: Used) -> tuple[object, ...]:
+    if leaf.kind in (VALUE, PICKLED):
+        return leaf.kind, leaf.fixed, leaf.traits
+    parts = []
+    for part in leaf.parts:
+        spec = manifest.tensors[part]
+        parts.append((spec.dtype, spec.shape, spec.stride, spec.conj, spec.neg, used[part]))
+    return leaf.kind, leaf.fixed, parts
 
 
 def _positions_of_extents(plan: Plan) -> list[int]:

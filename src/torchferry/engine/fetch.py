@@ -75,7 +75,11 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """The checked arguments of `torchferry.fetch`. `local_state` returns the state to write to."""
+    """The checked arguments of `torchferry.fetch`. `local_state` returns the state to write to.
+
+    `gate` is called twice: before the first byte is requested, and when all are there, before the rest of
+    them is written. If it raises, the fetch fails.
+    """
 
     wanted: LeaseRequest
     timeout_s: float
@@ -93,6 +97,7 @@ class FetchOptions:
     tls: ssl.SSLContext | None
     context: RebuildContext
     on_progress: Callable[[ProgressEvent], object] | None
+    gate: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,7 @@ class _Fetch(Phases):
         target = self._target(encoded, plan, local)
         self._sink = sink = target.sink
         needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
+        options.gate()
         landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
         if options.reshare is not None:
             options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
@@ -318,6 +324,7 @@ class _Fetch(Phases):
                 receiving.check(options.stall_s)
                 self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
             receiving.check(options.stall_s)
+            options.gate()
             self._enter(FetchState.ASSEMBLING)
             if landing.extra_bytes:
                 if not options.verify:

@@ -8,18 +8,19 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from xxhash import xxh3_128
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import Plan
-from torchferry.core.pull import PULL_CHUNK_BYTES, encode_digests, metadata_digest
-from torchferry.core.root import root_of
+from torchferry.core.plan import Plan, TooManyChunks
+from torchferry.core.pull import MAX_PULL_CHUNK_BYTES, PULL_CHUNK_BYTES, encode_digests, metadata_digest
+from torchferry.core.root import leaf_digests, root_of
 from torchferry.engine import metadata
 from torchferry.engine.source import ChunkSource, digest, view
 from torchferry.engine.workspace import Workspace
-from torchferry.errors import StateChanged, StateError
+from torchferry.errors import StateChanged, StateError, Unsendable
 from torchferry.links.shared_memory import SharedBlock
-from torchferry.tensors.describe import describe
+from torchferry.tensors.describe import Description, describe
 from torchferry.tensors.memory import check_room, new_block
 
 
@@ -159,3 +160,22 @@ def publish(
     except TooIrregular as error:
         raise metadata.too_irregular(error) from None
     return Published(version, encoded, plan, digests, root, None if snapshot else source, block, memory)
+
+
+def digest_leaves(described: Description, workspace: Workspace) -> list[bytes]:
+    """Return the digest of each leaf of a state; raises Unsendable if its views are too irregular."""
+    encoded = metadata.encode(described.manifest, workspace.cache)
+    try:
+        # Without packing, every extent has chunks of its own, in order.
+        plan = metadata.plan(encoded, workspace.cache, MAX_PULL_CHUNK_BYTES, 0)
+        source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")
+        hashers = [xxh3_128() for _ in plan.extents]
+        for chunk in plan.chunks:
+            buffer = source.read(chunk)
+            hashers[chunk.pieces[0].extent].update(view(buffer.cpu()))
+            source.release(chunk, buffer)
+        return leaf_digests(described.manifest, plan.extents, [hasher.digest() for hasher in hashers])
+    except TooIrregular as error:
+        raise metadata.too_irregular(error) from None
+    except TooManyChunks as error:
+        raise Unsendable(f"{error}: pass the state in parts") from None

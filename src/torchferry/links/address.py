@@ -2,6 +2,7 @@
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 from contextlib import suppress
@@ -134,14 +135,35 @@ def reachable_host(listener: socket.socket) -> str:
     host: str = listener.getsockname()[0]
     if host not in ANY_HOST:
         return host
-    # Connecting a datagram socket sends nothing. It only chooses the own address for that destination.
-    with suppress(OSError), socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9) if host == "0.0.0.0" else ("2001:db8::1", 9))
-        return str(probe.getsockname()[0])
+    routed = host_towards("192.0.2.1" if host == "0.0.0.0" else "2001:db8::1")
+    if routed is not None:
+        return routed
     # Without a default route, take the first interface that has an address.
     lookup = _ipv4_address if host == "0.0.0.0" else _ipv6_address
     found = [lookup(name) for _, name in socket.if_nameindex() if name != "lo"]
     return next(filter(None, found), "127.0.0.1" if host == "0.0.0.0" else "::1")
+
+
+def group_host() -> str:
+    """Return where the members of a process group can reach this one: an interface or an address.
+
+    The interface of GLOO_SOCKET_IFNAME, or else the address that routes to MASTER_ADDR, or else loopback.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return interface or host_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
+
+
+def host_towards(peer: str) -> str | None:
+    """Return this machine's address on the route to a peer; None if there is no peer or no route."""
+    if not peer:
+        return None
+    # Connecting a datagram socket sends nothing. It only chooses the own address for that destination.
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return None
 
 
 def _ipv4_address(interface: str) -> str | None:

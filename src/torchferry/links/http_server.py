@@ -11,6 +11,7 @@ import atexit
 import hmac
 import logging
 import os
+import select
 import selectors
 import socket
 import ssl
@@ -84,7 +85,10 @@ class Response:
 
 
 class Handler(Protocol):
-    """What a server serves. Several threads call it at the same time."""
+    """What a server serves. Several threads call it at the same time.
+
+    It may have attributes `max_request_bytes` and `idle_s`, instead of MAX_REQUEST_BYTES and IDLE_S.
+    """
 
     def answer(self, request: Request) -> Response:
         """Answer a request."""
@@ -120,11 +124,11 @@ class _Connection:
             self.parser.receive_data(self.sock.recv(READ_BYTES))
         return event
 
-    def read_body(self) -> bytes:
+    def read_body(self, max_bytes: int) -> bytes:
         body = bytearray()
         while isinstance(event := self.next_event(), h11.Data):
             body += event.data
-            if len(body) > MAX_REQUEST_BYTES:
+            if len(body) > max_bytes:
                 raise h11.RemoteProtocolError("the body of a request is too long")
         return bytes(body)
 
@@ -224,6 +228,20 @@ class HttpServer:
             found = self._admitted.get(connection)
             if found is not None:
                 sockets.shut_down(found.sock)
+
+    def is_connected(self, connection: int) -> bool:
+        """Return whether a client that waits for an answer is still there."""
+        with self._lock:
+            found = self._admitted.get(connection)
+            if found is None or found.is_over:
+                return False
+            poll = select.poll()
+            poll.register(found.sock, select.POLLIN)
+            try:
+                # It sends nothing before it has the answer, so there is nothing to read unless it is gone.
+                return not poll.poll(0) or bool(found.sock.recv(1, socket.MSG_PEEK))
+            except OSError:
+                return False
 
     def close(self, finish_s: float = LAST_ANSWERS_S) -> None:
         """Accept no more connections, finish the answers that were begun, and shut down all."""
@@ -378,19 +396,20 @@ class HttpServer:
                 connection.sock.close()
 
     def _answer_all(self, connection: _Connection, request: Any, handler: Handler) -> None:
+        max_bytes = getattr(handler, "max_request_bytes", MAX_REQUEST_BYTES)
         while isinstance(request, h11.Request) and not connection.is_over:
             connection.sock.settimeout(SEND_S)
             if self._handler_for(request) is not handler:
                 connection.respond(_UNAUTHORIZED, last=True)
                 return
-            body = connection.read_body()
+            body = connection.read_body(max_bytes)
             method = request.method.decode("ascii", "replace")
             path = request.target.decode("ascii", "replace")
             asked = Request(method, path, body, connection.number, not connection.host, connection.host)
             # A response to HEAD has no body, so it can't have a reason.
             connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
             connection.parser.start_next_cycle()
-            connection.sock.settimeout(IDLE_S)
+            connection.sock.settimeout(getattr(handler, "idle_s", IDLE_S))
             with self._lock:
                 connection.is_answering = False
                 self._lock.notify_all()

@@ -75,7 +75,7 @@ def prepare(manifest: Manifest, context: RebuildContext, *, only: Collection[int
     # `FreshMemory.unpack` creates all tensors, also those that no leaf has.
     for spec in {_dtype_key(spec): spec for spec in tensors}.values():
         check_dtype(spec)
-    return Prepared(manifest, context, _builders(manifest), values)
+    return Prepared(manifest, context, container_builders(manifest), values)
 
 
 def _dtype_key(spec: TensorSpec) -> object:
@@ -83,7 +83,8 @@ def _dtype_key(spec: TensorSpec) -> object:
     return spec.dtype, spec.itemsize, spec.conj, spec.neg
 
 
-def _builders(manifest: Manifest) -> list[BuildContainer]:
+def container_builders(manifest: Manifest) -> list[BuildContainer]:
+    """Return a builder for each branch; raises PeerError, with the path of one that can't be built here."""
     builders: list[BuildContainer] = []
     try:
         for branch in manifest.branches:
@@ -145,12 +146,12 @@ def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, ext
     Raises StateMismatch if a merged container can't be built.
     """
     if extra == "drop" or (extra == "error" and not strict):
-        return Prepared(local, prepared.context, _builders(local))
+        return Prepared(local, prepared.context, container_builders(local))
     if strict:
         return prepared
     merged = merge(local, prepared.manifest)
     try:
-        return Prepared(merged, prepared.context, _builders(merged))
+        return Prepared(merged, prepared.context, container_builders(merged))
     except FerryError as error:
         # Each side's own container can be built, so the merge is the cause.
         where = error.path or format_path(())

@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchferry.core.assignment import Part
 from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.text import show
 from torchferry.errors import BadManifest, UnknownType, Unsendable
@@ -18,7 +19,16 @@ from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
 from torchferry.tensors.kinds.sparse import SPARSE, SPARSE_LAYOUTS
 
-__all__ = ["Kind", "Misfit", "RebuildContext", "check_form", "kind_named", "kind_of", "properties_of"]
+__all__ = [
+    "Kind",
+    "Misfit",
+    "RebuildContext",
+    "check_form",
+    "kind_named",
+    "kind_of",
+    "part_of",
+    "properties_of",
+]
 
 _by_name = {kind.name: kind for kind in (DENSE, SPARSE, NDARRAY)}
 
@@ -73,6 +83,12 @@ def kind_named(name: str) -> Kind:
     if name not in _by_name:
         raise BadManifest(f"a leaf has the unknown kind {show(name)}")
     return _by_name[name]
+
+
+def part_of(leaf: Leaf, rank: int | None = None) -> Part | None:
+    """Return which part of a sharded tensor a leaf holds, or a rank would hold; None if it is not sharded."""
+    part = kind_named(leaf.kind).part if leaf.kind in _DISTRIBUTED_TYPES.values() else None
+    return None if part is None else part(leaf, rank)
 
 
 def properties_of(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:

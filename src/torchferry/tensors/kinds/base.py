@@ -14,6 +14,7 @@ import torch
 from msgspec import Meta
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchferry.core.assignment import Part
 from torchferry.core.codec import encode_value
 from torchferry.core.manifest import FORM, MAX_DIMS, Count, Leaf, Special, TensorSpec, Value
 from torchferry.core.text import MAX_CHARACTERS, show, show_name
@@ -71,6 +72,8 @@ class Kind(NamedTuple):
     - `properties` returns the properties that are compared, as text by name, with dtype and shape.
     - `finish_in_place` completes a local value after its tensors were overwritten.
     - `misfit` returns why a leaf can't be rebuilt in this process, None if it can.
+    - `part`, of a kind that is sharded, returns which part of the tensor a leaf holds, or which one another
+      rank, given by its global number, holds.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Kind(NamedTuple):
     properties: Callable[[Leaf, Sequence[TensorSpec]], dict[str, str]] = dense_properties
     finish_in_place: Callable[[Leaf, Any], object] = lambda leaf, local: local
     misfit: Callable[[Leaf, RebuildContext], Misfit | None] = lambda leaf, context: None
+    part: Callable[[Leaf, int | None], Part] | None = None
 
 
 def check_form(kind: Kind, leaf: Leaf, specs: Sequence[TensorSpec]) -> None:

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchferry import torch_internals as internals
+from torchferry.core.assignment import Part
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import MAX_DIMS, Leaf, TensorSpec
 from torchferry.core.text import show, show_name
 from torchferry.errors import Unsendable
@@ -169,6 +171,15 @@ def _misfit(leaf: Leaf, context: RebuildContext) -> Misfit | None:
     return "position of the shard in the mesh", show_name(fixed.position), here
 
 
+def _part(leaf: Leaf, rank: int | None) -> Part:
+    fixed = DTensorFixed.read(leaf.fixed)
+    position = fixed.position
+    if rank is not None:
+        coordinate = DTensorTraits.read(leaf.traits).mesh.coordinate(rank)
+        position = _position(coordinate, fixed.mesh, fixed.placements)
+    return Part(encode_value((fixed.placements, fixed.shape, fixed.mesh)), position)
+
+
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     fixed = DTensorFixed.read(leaf.fixed)
     return {
@@ -221,5 +232,14 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
 
 
 DTENSOR = Kind(
-    "dtensor", _describe, _rebuild, 1, DTensorFixed, DTensorTraits, _check, _properties, misfit=_misfit
+    "dtensor",
+    _describe,
+    _rebuild,
+    1,
+    DTensorFixed,
+    DTensorTraits,
+    _check,
+    _properties,
+    misfit=_misfit,
+    part=_part,
 )

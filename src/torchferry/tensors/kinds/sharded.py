@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from msgspec import Meta
 
+from torchferry.core.assignment import Part
+from torchferry.core.codec import encode_value
 from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.text import show, show_name
 from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, RebuildContext
@@ -98,15 +100,29 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     fixed = ShardedFixed.read(leaf.fixed)
-    shards = [
-        "[" + ", ".join(f"{start}:{start + n}" for start, n in zip(offsets, sizes, strict=True)) + "]"
-        for offsets, sizes in fixed.shards
-    ]
     return {
         "dtype": show_name(ShardedTraits.read(leaf.traits).dtype),
         "shape": str(list(fixed.size)),
-        "local shards": ", ".join(shards) or "none",
+        "local shards": _show_shards(fixed.shards),
     }
 
 
-SHARDED = Kind("sharded", _describe, _rebuild, None, ShardedFixed, ShardedTraits, _check, _properties)
+def _show_shards(shards: Sequence[tuple[Dims, Dims]]) -> str:
+    shown = [
+        "[" + ", ".join(f"{start}:{start + n}" for start, n in zip(offsets, sizes, strict=True)) + "]"
+        for offsets, sizes in shards
+    ]
+    return ", ".join(shown) or "none"
+
+
+def _part(leaf: Leaf, rank: int | None) -> Part:
+    fixed, placed = ShardedFixed.read(leaf.fixed), ShardedTraits.read(leaf.traits).all
+    shards = list(fixed.shards)
+    if rank is not None:
+        shards = [(start, sizes) for start, sizes, place in placed if place.startswith(f"rank:{rank}/")]
+    return Part(encode_value(fixed.size), _show_shards(shards))
+
+
+SHARDED = Kind(
+    "sharded", _describe, _rebuild, None, ShardedFixed, ShardedTraits, _check, _properties, part=_part
+)

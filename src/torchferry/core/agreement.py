@@ -1,0 +1,166 @@
+"""What the ranks of a sync tell the coordinating rank, and what it answers: data, and the rules of each step.
+
+Every rank takes the same steps: it joins, describes what it has, gets ready, and is done. The answer to a
+step comes when all ranks that are still there have taken it.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder
+
+from torchferry.core.assignment import Assignment
+from torchferry.errors import (
+    BadArgument,
+    Difference,
+    FerryError,
+    LinkTimeout,
+    LostPart,
+    NoSuchVersion,
+    PartsLost,
+    ReplicasDiffer,
+    show_ranks,
+)
+
+
+class Join(Struct, frozen=True):
+    """A rank takes part. `call` is what all ranks must agree on. The addresses are of its two handlers."""
+
+    global_rank: int
+    version: int | None
+    call: str
+    trust: int | None
+    coordinator: str
+    source: str
+
+
+class Has(Struct, frozen=True):
+    """What a rank has: a table, with the manifest encoded, for the version that all ranks shall have."""
+
+    version: int
+    manifest: bytes
+    digests: bytes = b""
+    per_rank: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+class Post(Struct, frozen=True, omit_defaults=True):
+    """What a rank says. Fields that it said before may be left out, unless the coordinator is a new one.
+
+    `ready` names the assignment that it is ready for: the coordinator that made it. A rank that `failed`
+    leaves the sync. `gone` are the coordinators that were lost, with the reasons.
+    """
+
+    rank: int
+    join: Join | None = None
+    has: Has | None = None
+    ready: int | None = None
+    done: bool = False
+    failed: str | None = None
+    gone: dict[int, str] = {}
+
+
+class Target(Struct, frozen=True, tag=True):
+    """Answers `join`: the version that all ranks shall have, and how to reach each rank."""
+
+    version: int
+    ranks: dict[int, Join]
+
+
+class Share(Struct, frozen=True):
+    """A bundle as one rank sees it: its name, the numbers of its occurrences, and who holds and takes it."""
+
+    name: str
+    numbers: tuple[int, ...]
+    holders: tuple[int, ...]
+    takers: tuple[int, ...]
+
+
+class Order(Struct, frozen=True, tag=True):
+    """Answers `has`: what a rank serves and takes.
+
+    `tree` is the encoded manifest that its state gets; empty if it keeps its own.
+    """
+
+    coordinator: int
+    serves: tuple[Share, ...] = ()
+    takes: tuple[Share, ...] = ()
+    tree: bytes = b""
+
+
+class Go(Struct, frozen=True, tag=True):
+    """Answers `ready`: all bundles are served."""
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """Answers `done`: all ranks are done, except those that failed, with the reasons."""
+
+    failed: dict[int, str]
+
+
+class Refusal(Struct, frozen=True, tag=True):
+    """Answers any step before the ranks are ready: the sync fails on every rank."""
+
+    kind: Literal["late", "nothing", "argument", "differ", "lost"]
+    what: str
+    differences: tuple[Difference, ...] = ()
+    parts: tuple[LostPart, ...] = ()
+
+    def error(self) -> FerryError:
+        """Return the error that every rank raises."""
+        if self.kind == "differ":
+            return ReplicasDiffer(self.differences, self.what)
+        if self.kind == "lost":
+            return PartsLost(self.parts, self.what)
+        return {"late": LinkTimeout, "nothing": NoSuchVersion, "argument": BadArgument}[self.kind](self.what)
+
+
+Answer: TypeAlias = Target | Order | Go | Finished | Refusal
+
+post_decoder = Decoder(Post)
+answer_decoder: Decoder[Answer] = Decoder(Answer)
+
+
+def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> Target | Refusal:
+    """Return the version that all ranks shall have: the highest that a rank has."""
+    calls = {rank: join.call for rank, join in sorted(joined.items())}
+    if len({*calls.values()}) > 1:
+        listed = ", ".join(f"rank {rank} {call}" for rank, call in calls.items())
+        return Refusal("argument", f"the ranks called different things: {listed}. Call the same on all ranks")
+    versions = [join.version for join in joined.values() if join.version is not None]
+    if not versions:
+        lost = "".join(f"; rank {rank} failed: {reason}" for rank, reason in gone.items())
+        what = f"no rank has a version to take over: {show_ranks(sorted(joined))} passed version=None{lost}"
+        return Refusal("nothing", f"{what}. Load a checkpoint on one rank, or pass the version that it has")
+    trust = next(iter(joined.values())).trust
+    if trust is not None and (trust not in joined or joined[trust].version != max(versions)):
+        has = "is not there" if trust not in joined else f"has version {joined[trust].version}"
+        return Refusal("argument", f"trust={trust}: rank {trust} {has}, and the highest is {max(versions)}")
+    return Target(max(versions), dict(joined))
+
+
+def refusal_of(error: PartsLost | ReplicasDiffer) -> Refusal:
+    """Return the refusal from which every rank builds an equal error."""
+    if isinstance(error, PartsLost):
+        return Refusal("lost", error.advice, parts=error.parts)
+    return Refusal("differ", error.advice, differences=error.differences)
+
+
+def order_for(rank: int, coordinator: int, assignment: Assignment, manifests: Mapping[int, bytes]) -> Order:
+    """Return what one rank serves and takes."""
+    serves: list[Share] = []
+    takes: list[Share] = []
+    for number, bundle in enumerate(assignment.bundles):
+        for ranks, shares in ((bundle.holders, serves), (bundle.takers, takes)):
+            if rank in ranks:
+                numbers = tuple(bundle.numbers[rank])
+                shares.append(Share(f"sync {coordinator}.{number}", numbers, bundle.holders, bundle.takers))
+    tree = assignment.trees.get(rank, rank)
+    return Order(coordinator, tuple(serves), tuple(takes), manifests[tree] if tree != rank else b"")
+
+
+def late(missing: Collection[int], step: str) -> Refusal:
+    """Return the refusal if some ranks did not take a step in time."""
+    did_not = {"join": "call it", "has": "describe the state", "ready": "serve the state"}[step]
+    return Refusal("late", f"{show_ranks(sorted(missing))} did not {did_not} in time; nothing was written")

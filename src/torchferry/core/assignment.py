@@ -1,0 +1,201 @@
+"""Who takes which leaves from whom in a sync, decided from the tables of all ranks.
+
+Leaves are equal parts of the state if they have the same path and, if they are sharded, the same position.
+Ranks that have the version hold parts; each other rank takes every part from all ranks that hold it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torchferry.core.compare import wrapper_hints
+from torchferry.core.manifest import Leaf, Manifest
+from torchferry.core.tree import Path, format_path, occurrences
+from torchferry.errors import Difference, LostPart, PartsLost, ReplicasDiffer, show_ranks
+
+
+class Part(NamedTuple):
+    """Which part of a sharded tensor a leaf holds: `layout` is how the tensor is split, as encoded data."""
+
+    layout: bytes
+    position: str
+
+
+Key = tuple[Path, Part | None]
+"""What makes two leaves replicas of each other."""
+
+PartOf = Callable[[Leaf, int | None], Part | None]
+"""Returns the part that a leaf holds, or that another rank, given by its global number, holds."""
+
+
+class Table(NamedTuple):
+    """What one rank has. `digests` are by leaf; a rank that is behind has none.
+
+    `per_rank` lists paths that are not compared. `optional` lists paths below which a rank that is behind
+    may have tensors that nobody else has: its optimizer may have more moments.
+    """
+
+    global_rank: int
+    manifest: Manifest
+    digests: Sequence[bytes] = ()
+    per_rank: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+class Bundle(NamedTuple):
+    """Leaves that the same ranks take from the same ranks. `numbers` are occurrences, for each of the ranks.
+
+    The occurrences of a rank that takes are those of its tree: see `Assignment`.
+    """
+
+    holders: tuple[int, ...]
+    takers: tuple[int, ...]
+    numbers: dict[int, list[int]]
+
+
+class Assignment(NamedTuple):
+    """All bundles, and for each rank that takes some the rank whose tree its state gets: maybe its own."""
+
+    bundles: Sequence[Bundle]
+    trees: Mapping[int, int]
+
+
+def assign(
+    sources: Mapping[int, Table], receivers: Mapping[int, Table], trust: int | None, part_of: PartOf
+) -> Assignment:
+    """Decide which ranks take which leaves from which sources.
+
+    Raises ReplicasDiffer if sources differ, and `trust` does not decide between them, and PartsLost if no
+    source has a part that a receiver needs.
+    """
+    found: dict[Key, dict[bytes, list[int]]] = {}
+    numbers: dict[int, dict[Key, int]] = {}
+    for rank, table in sorted(sources.items()):
+        numbers[rank] = {}
+        for number, (path, leaf) in enumerate(occurrences(table.manifest)):
+            key = path, part_of(table.manifest.leaves[leaf], None)
+            numbers[rank][key] = number
+            found.setdefault(key, {}).setdefault(table.digests[leaf], []).append(rank)
+    per_rank = {path for table in (*sources.values(), *receivers.values()) for path in table.per_rank}
+    holders, takers = _agree(found, per_rank, trust)
+    trees = {rank: rank for ranks in takers.values() for rank in ranks}
+    wanted = _Wanted(found, sources, numbers, part_of)
+    for rank, table in sorted(receivers.items()):
+        trees[rank], numbers[rank] = wanted.by(rank, table)
+        for key in numbers[rank]:
+            takers[key].append(rank)
+    wanted.raise_if_lost()
+    bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], Bundle] = {}
+    for key, ranks in takers.items():
+        # A rank that takes other values from the trusted one serves only what nobody else has.
+        serving = [rank for rank in holders[key] if rank not in trees] or holders[key]
+        kind = tuple(serving), tuple(ranks)
+        bundle = bundles.setdefault(kind, Bundle(*kind, {rank: [] for rank in (*serving, *ranks)}))
+        for rank in (*serving, *ranks):
+            bundle.numbers[rank].append(numbers[rank][key])
+    return Assignment(list(bundles.values()), trees)
+
+
+def _agree(
+    found: Mapping[Key, Mapping[bytes, Sequence[int]]], per_rank: Collection[str], trust: int | None
+) -> tuple[dict[Key, list[int]], defaultdict[Key, list[int]]]:
+    """Return which ranks hold each part, and which ranks that have the version take it from `trust`."""
+    holders: dict[Key, list[int]] = {}
+    takers: defaultdict[Key, list[int]] = defaultdict(list)
+    differences: list[Difference] = []
+    for key, by_digest in found.items():
+        groups = list(by_digest.values())
+        if is_below(key[0], per_rank):
+            holders[key] = [min(map(min, groups))]
+            continue
+        chosen = next((group for group in groups if len(groups) == 1 or trust in group), None)
+        if chosen is None:
+            position = key[1].position if key[1] is not None else ""
+            differences.append(Difference(format_path(key[0]), position, tuple(map(tuple, groups))))
+            continue
+        holders[key] = list(chosen)
+        if len(groups) > 1:
+            takers[key] += sorted(rank for group in groups if group is not chosen for rank in group)
+    if differences:
+        advice = "pass trust=RANK to take that rank's values, or list paths that may differ in per_rank="
+        if trust is not None:
+            advice = f"trust={trust} does not help: rank {trust} does not hold these parts"
+        raise ReplicasDiffer(differences, advice)
+    return holders, takers
+
+
+class _Wanted:
+    """Finds what each receiver takes, and collects what is lost."""
+
+    def __init__(
+        self,
+        found: Mapping[Key, object],
+        sources: Mapping[int, Table],
+        numbers: Mapping[int, Mapping[Key, int]],
+        part_of: PartOf,
+    ) -> None:
+        self._sources, self._part_of = sources, part_of
+        self._parts: defaultdict[Path, list[Part | None]] = defaultdict(list)
+        for path, part in found:
+            self._parts[path].append(part)
+        self._paths = {rank: {path for path, _ in numbers[rank]} for rank in sources}
+        self._lost: defaultdict[tuple[Path, str], list[int]] = defaultdict(list)
+        self._own: set[Path] = set()
+
+    def by(self, rank: int, table: Table) -> tuple[int, dict[Key, int]]:
+        """Return whose tree a receiver gets, and the number in that tree of each part that it takes."""
+        own = dict(occurrences(table.manifest))
+        leaves = table.manifest.leaves
+        parts = {path: self._part_of(leaves[leaf], None) for path, leaf in own.items()}
+        required = {
+            path for path, leaf in own.items() if leaves[leaf].parts and not is_below(path, table.optional)
+        }
+        self._own |= required
+        tree = next((each for each, paths in self._paths.items() if required <= paths), rank)
+        model = self._sources.get(tree, table).manifest
+        positions = {part.layout: part for part in parts.values() if part is not None}
+        numbers: dict[Key, int] = {}
+        for number, (path, leaf) in enumerate(occurrences(model)):
+            part = parts.get(path) or self._part_of(model.leaves[leaf], table.global_rank)
+            if path not in parts and part is not None:
+                # The moments of an optimizer are split as its parameters are, also on a mesh of other ranks.
+                part = positions.get(part.layout, part)
+            key = self._key(path, part, rank, is_tensor=bool(model.leaves[leaf].parts))
+            if key is not None:
+                numbers[key] = number
+        return tree, numbers
+
+    def _key(self, path: Path, part: Part | None, rank: int, *, is_tensor: bool) -> Key | None:
+        parts = self._parts.get(path, [])
+        if part in parts:
+            return path, part
+        if part is not None and any(each is not None and each.layout == part.layout for each in parts):
+            self._lost[path, part.position].append(rank)
+            return None
+        if parts:
+            # It is of another kind, or split in another way. Comparing it tells exactly how.
+            return path, parts[0]
+        if is_tensor:
+            self._lost[path, part.position if part is not None else ""].append(rank)
+        return None
+
+    def raise_if_lost(self) -> None:
+        if not self._lost:
+            return
+        lost = [LostPart(format_path(path), where, tuple(who)) for (path, where), who in self._lost.items()]
+        served = [path for path in self._parts if path not in self._own]
+        hints = wrapper_hints(served, [path for path, _ in self._lost if path not in self._parts])
+        advice = (
+            f"{show_ranks(list(self._sources))} {'has' if len(self._sources) == 1 else 'have'} the version: "
+        )
+        advice += "load a checkpoint, or start the ranks that hold the rest"
+        raise PartsLost(lost, "\n  ".join([*hints, advice]))
+
+
+def is_below(path: Path, above: Collection[str]) -> bool:
+    """Return whether a path is one of those in `above`, as text, or below one.
+
+    >>> is_below(("optim", "state", 0), ["optim.state"]), is_below(("optimizer",), ["optim"])
+    (True, False)
+    """
+    return bool(above) and any(format_path(path[: n + 1]) in above for n in range(len(path)))

@@ -1,0 +1,321 @@
+"""How the ranks of a sync agree: each talks to one rank, the coordinator, over a connection that stays open.
+
+Each rank can coordinate. The lowest rank that is there does; if it is lost, all others turn to the next one,
+and tell it again what they said. So the loss of any rank is noticed at once, by a connection that closes.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import msgpack, structs
+
+from torchferry.core.agreement import (
+    Answer,
+    Finished,
+    Go,
+    Has,
+    Join,
+    Post,
+    Refusal,
+    answer_decoder,
+    choose_target,
+    late,
+    order_for,
+    post_decoder,
+    refusal_of,
+)
+from torchferry.core.assignment import Assignment, Table, assign
+from torchferry.core.codec import decode_manifest, decode_value
+from torchferry.core.pull import LEASE_ENDED, NOTHING, OK
+from torchferry.errors import (
+    FerryError,
+    LinkBroken,
+    LinkError,
+    LinkTimeout,
+    PartsLost,
+    ReplicasDiffer,
+    show_ranks,
+)
+from torchferry.links.address import parse_address
+from torchferry.links.http_client import HttpConnection
+from torchferry.links.http_server import Request, Response
+from torchferry.tensors.kinds import part_of
+
+logger = logging.getLogger(__name__)
+
+_POST, _WATCH = "/v1/sync", "/v1/sync/watch"
+
+_LOOK_S = 0.2
+"""How often a coordinator looks whether a rank that waits for an answer is still there."""
+
+_GRACE_S = 1.0
+"""How long a rank waits after its deadline: the coordinator has a deadline too, and knows who is missing."""
+
+_LOST = "its connection was lost: the process ended, or can't be reached"
+
+
+class Coordinator:
+    """Collects what the ranks say, and answers each rank when all have said as much. A Handler of a server.
+
+    `is_connected` tells whether the client of a connection is still there.
+    """
+
+    max_request_bytes = 1 << 30
+    idle_s = 1e6
+
+    def __init__(self, rank: int, size: int, deadline_s: float, is_connected: Callable[[int], bool]) -> None:
+        self._rank, self._size, self._deadline_s = rank, size, deadline_s
+        self._is_connected = is_connected
+        self._changed = threading.Condition()
+        self._said: dict[int, Post] = {}
+        self._gone: dict[int, str] = {}
+        self._connections: dict[int, int] = {}  # of each rank
+        self._answered: set[int] = set()  # the ranks that got their last answer
+        self._assignment: Assignment | Refusal | None = None
+        self._watched: set[int] = set()
+        self._closed: str | None = None
+        self.ranks: Mapping[int, Join] = {}
+
+    def close(self, reason: str) -> None:
+        """Answer nobody any more. Those who wait are told the reason."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+    def disconnected(self, connection: int) -> None:
+        """Note that the process of a rank ended, or that its call did."""
+        with self._changed:
+            for rank in [rank for rank, number in self._connections.items() if number == connection]:
+                if rank not in self._answered:
+                    self._lose(rank, _LOST)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        logger.debug("rank %d is gone: %s", rank, reason)
+        self._gone.setdefault(rank, reason)
+        self._changed.notify_all()
+
+    def answer(self, request: Request) -> Response:
+        """Wait until all ranks have said as much as this one, and answer."""
+        if request.path == _WATCH:
+            with self._changed:
+                while self._closed is None and self._is_connected(request.connection):
+                    self._changed.wait(_LOOK_S)
+            return Response(NOTHING)
+        post = decode_value(request.body, post_decoder)
+        with self._changed:
+            if self._assignment is not None and post.join is not None and not post.gone:
+                return _left("it coordinates an earlier call")
+            self._note(post, request.connection)
+            while (answer := self._answer_to(post.rank)) is None:
+                if self._closed is not None:
+                    return _left(self._closed)
+                if not self._is_connected(request.connection):
+                    self._lose(post.rank, _LOST)
+                    return _left(_LOST)
+                self._changed.wait(_LOOK_S)
+            if isinstance(answer, (Finished, Refusal)):
+                self._answered.add(post.rank)
+            return Response(OK, msgpack.encode(answer))
+
+    def _note(self, post: Post, connection: int) -> None:
+        rank, known = post.rank, self._said.get(post.rank, Post(post.rank))
+        news = {name: value for name, value in structs.asdict(post).items() if value is not None}
+        self._said[rank] = post if post.join is not None else structs.replace(known, **news)
+        self._connections[rank] = connection
+        self._gone = {**post.gone, **self._gone}
+        self._gone.pop(rank, None)
+        if post.failed is not None:
+            self._lose(rank, post.failed)
+        if post.gone:
+            # Another coordinator was lost. A rank that has not come yet may be lost too.
+            for other, join in self.ranks.items():
+                if other not in (*self._said, *self._gone, *self._watched):
+                    self._watched.add(other)
+                    threading.Thread(target=self._watch, args=(other, join.coordinator), daemon=True).start()
+        self._changed.notify_all()
+
+    def _watch(self, rank: int, address: str) -> None:
+        """Hold a connection to a rank, and note when it closes."""
+        reason = "it ended its call"
+        try:
+            left_s = max(self._deadline_s - time.monotonic(), _GRACE_S)
+            connection = HttpConnection(parse_address(address), None, _GRACE_S)
+            try:
+                connection.request("POST", _WATCH, timeout_s=left_s)
+            finally:
+                connection.close()
+        except LinkError as error:
+            reason = error.what
+        with self._changed:
+            if rank not in self._said:
+                self._lose(rank, reason)
+
+    # The rules. The lock is held.
+
+    def _answer_to(self, rank: int) -> Answer | None:
+        mine = self._said[rank]
+        if mine.failed is not None:
+            return Go()
+        here = {each: self._said.get(each) for each in range(self._size) if each not in self._gone}
+        said = {each: post for each, post in here.items() if post is not None and post.join is not None}
+        is_late = time.monotonic() >= self._deadline_s
+        if len(said) < len(here) and not mine.done:
+            return late(here.keys() - said.keys(), "join") if is_late else None
+        if mine.done:
+            waiting = {each for each in here if each not in said or not said[each].done}
+            overdue = dict.fromkeys(waiting, "it did not confirm in time")
+            return Finished({**self._gone, **overdue}) if is_late or not waiting else None
+        others = {each: post for each, post in said.items() if not post.done}
+        if mine.ready == self._rank:
+            waiting = {each for each, post in others.items() if post.ready != self._rank}
+            return Go() if not waiting else late(waiting, "ready") if is_late else None
+        if self._assignment is None:
+            target = choose_target({each: post.join for each, post in said.items() if post.join}, self._gone)
+            if isinstance(target, Refusal) or mine.has is None or mine.has.version != target.version:
+                return target
+            waiting = {each for each, post in others.items() if _version_of(post.has) != target.version}
+            if waiting:
+                return late(waiting, "has") if is_late else None
+            self._assignment = self._assign(others, target.version)
+        if isinstance(self._assignment, Refusal):
+            return self._assignment
+        manifests = {each: post.has.manifest for each, post in said.items() if post.has is not None}
+        return order_for(rank, self._rank, self._assignment, manifests)
+
+    def _assign(self, posts: Mapping[int, Post], version: int) -> Assignment | Refusal:
+        sources: dict[int, Table] = {}
+        receivers: dict[int, Table] = {}
+        trust = None
+        for rank, post in posts.items():
+            assert post.join is not None, "the rank took this step"
+            assert post.has is not None, "the rank took this step"
+            trust, has = post.join.trust, post.has
+            digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
+            tables = sources if post.join.version == version else receivers
+            manifest = decode_manifest(has.manifest)
+            tables[rank] = Table(post.join.global_rank, manifest, digests, has.per_rank, has.optional)
+        try:
+            return assign(sources, receivers, trust, part_of)
+        except (PartsLost, ReplicasDiffer) as error:
+            return refusal_of(error)
+
+
+def _version_of(has: Has | None) -> int | None:
+    return None if has is None else has.version
+
+
+def _left(reason: str) -> Response:
+    return Response(LEASE_ENDED, reason.encode())
+
+
+class Member:
+    """One rank's side of the agreement: what it said so far, and its connection to the coordinator.
+
+    `look_up` returns the address of a rank's coordinator; None if the rank does not take part yet.
+    """
+
+    def __init__(
+        self, rank: int, size: int, look_up: Callable[[int], str | None], own: Coordinator, deadline_s: float
+    ) -> None:
+        self._rank, self._size, self._deadline_s = rank, size, deadline_s
+        self._look_up, self._own = look_up, own
+        self._said = Post(rank)
+        self._connection: HttpConnection | None = None
+        self._gone: dict[int, str] = {}
+        self.ranks: Mapping[int, Join] = {}
+        self.has_received = False
+
+    @property
+    def coordinator(self) -> int:
+        """The lowest rank that was not lost."""
+        return next(rank for rank in range(self._size) if rank not in self._gone)
+
+    def knows(self, ranks: Mapping[int, Join]) -> None:
+        """Note how to reach all ranks, so that the store is not needed any more."""
+        self.ranks = self._own.ranks = ranks
+
+    def say(self, **news: Any) -> Answer:
+        """Tell the coordinator something new, and return its answer.
+
+        Raises LinkTimeout if there is none in time, and LinkBroken if the ranks can't reach each other.
+        """
+        self._said = structs.replace(self._said, **news)
+        post = Post(self._rank, **news)
+        while True:
+            if self._connection is None:
+                self._connection, post = self._connect(), self._said
+            try:
+                head = self._connection.request(
+                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _GRACE_S
+                )
+                body = self._connection.read(head.nbytes)
+                if head.status == OK:
+                    return answer_decoder.decode(body)
+                reason, is_lost = body.decode(errors="replace"), bool(self.ranks)
+            except LinkTimeout:
+                what = f"rank {self.coordinator}, which coordinates, did not answer in time"
+                raise LinkTimeout(what, peer=self.coordinator) from None
+            except LinkBroken:
+                reason, is_lost = _LOST, True
+            self.close()
+            if is_lost:
+                self._turn_to_next(reason)
+            elif not self._left_s():
+                raise self._absent()
+            else:
+                # The address is of an earlier call. That of this call will follow.
+                time.sleep(_POLL_S)
+
+    def leave(self, reason: str) -> None:
+        """Tell the coordinator that this rank failed, if that is possible at once."""
+        if self._connection is not None:
+            post = Post(self._rank, failed=reason)
+            self._connection.request("POST", _POST, msgpack.encode(post), timeout_s=_GRACE_S)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    def _turn_to_next(self, reason: str) -> None:
+        lost = self.coordinator
+        logger.warning("rank %d, which coordinates the sync, is gone (%s)", lost, reason)
+        self._gone[lost] = reason
+        if lost == self._rank or len(self._gone) == self._size:
+            raise LinkBroken(f"rank {lost}, which coordinates, is gone, and no other rank is left")
+        # The next one makes an assignment of its own, for those that have not received anything yet.
+        done = self._said.done and self.has_received
+        self._said = structs.replace(self._said, ready=None, done=done, gone=dict(self._gone))
+
+    def _connect(self) -> HttpConnection:
+        while True:
+            rank = self.coordinator
+            known = self.ranks.get(rank)
+            address = known.coordinator if known is not None else self._look_up(rank)
+            if address:
+                try:
+                    return HttpConnection(parse_address(address), None, min(self._left_s() + 0.1, 5.0))
+                except LinkError as error:
+                    if known is not None:
+                        self._turn_to_next(error.what)
+                        continue
+            if not self._left_s():
+                raise self._absent()
+            time.sleep(_POLL_S)
+
+    def _absent(self) -> FerryError:
+        absent = [rank for rank in range(self._size) if not self._look_up(rank)] or [self.coordinator]
+        return LinkTimeout(
+            f"{show_ranks(absent)} did not call it in time; nothing was written", peer=absent[0]
+        )
+
+
+_POLL_S = 0.02
+"""How often a rank looks for the address of the coordinator."""

@@ -1,0 +1,300 @@
+"""sync and broadcast_state: every rank of a process group calls them, and those behind catch up."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+
+from torchferry import arguments
+from torchferry.arguments import Timeout
+from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, Target
+from torchferry.core.codec import decode_manifest, encode_value
+from torchferry.core.report import FetchReport
+from torchferry.core.text import show_text
+from torchferry.core.tree import Path, occurrences, rebuild_places
+from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_bundles
+from torchferry.engine.coordination import Coordinator, Member
+from torchferry.engine.published import digest_leaves
+from torchferry.engine.workspace import Workspace
+from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
+from torchferry.links.address import group_host, parse_address
+from torchferry.serving import Source
+from torchferry.tensors.assemble import container_builders
+from torchferry.tensors.describe import Description, describe, describe_target
+from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.memory import CPU
+from torchferry.torch_internals import store_of
+
+T = TypeVar("T")
+
+Role = Literal["source", "receiver", "idle"]
+
+_MAX_SOURCES = 16
+"""From how many ranks one rank fetches at the same time."""
+
+_STORE_S = 5.0
+"""How long the group's store may take for one answer."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What `sync` did on this rank.
+
+    `role` is "receiver" if this rank took something, "source" if it served something, or else "idle".
+    `report` is that of a receiver's fetch. `failed` has the ranks that were lost or failed, with the reasons.
+    """
+
+    version: int
+    role: Role
+    state: Any
+    report: FetchReport | None
+    failed: dict[int, str]
+
+
+def sync(
+    state: Any,
+    version: int | None,
+    *,
+    group: Any = None,
+    timeout: Timeout = 300.0,
+    atomic: bool = False,
+    trust: int | None = None,
+    per_rank: str | Sequence[str] = (),
+    host: str | None = None,
+) -> Synced:
+    """Bring all ranks of a process group to the highest version that a rank has. Every rank calls this.
+
+    Ranks that have the highest version serve their state, and all others fetch it from all of them at once,
+    in place. A rank takes each shard of a DTensor from a rank that holds the same shard. This returns when
+    all ranks that were behind have confirmed. The state must not change meanwhile. Ranks are those in the
+    group.
+
+    Args:
+        state: the state of this rank, as for `serve` and `fetch`.
+        version: which version this rank has, normally its training step; None if it has nothing.
+        group: the process group; the default group if None. Only its store is used, not its collectives.
+        timeout: the time limit; a timedelta, or seconds.
+        atomic: receive beside the state, and write when everything is verified, as in `fetch`.
+        trust: if ranks that have the highest version differ, take the values of this rank.
+        per_rank: paths, such as "loader", that are not compared between ranks. A rank that is behind takes
+            what is there from the lowest rank that has the highest version.
+        host: the address, host name or interface to listen on. By default the interface of
+            GLOO_SOCKET_IFNAME, or else the address that routes to MASTER_ADDR, or else loopback.
+
+    Raises:
+        BadArgument: an argument is invalid, or differs between ranks.
+        NoSuchVersion: no rank has a version (also a LookupError).
+        ReplicasDiffer: ranks that have the highest version differ; lists ranks and paths.
+        PartsLost: no rank has some part of a tensor; lists every part (also a LookupError).
+        LinkTimeout: a rank did not call this in time, or the time limit passed (also a TimeoutError).
+        LinkBroken: the ranks lost each other (also a ConnectionError).
+        Unsendable: something in this rank's state can't be sent.
+        FerryError: what `fetch` raises, on a rank that is behind. The others return with `failed`.
+    """
+    if version is not None:
+        arguments.check_int(version, "version")
+    paths = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+    arguments.require(all(isinstance(each, str) for each in paths), "per_rank", "a list of paths", per_rank)
+    return _Call(state, version, group, timeout, atomic, trust, paths, host, f"sync(trust={trust})").run()
+
+
+def broadcast_state(
+    state: Any,
+    source: int = 0,
+    group: Any = None,
+    *,
+    timeout: Timeout = 300.0,
+    atomic: bool = False,
+    host: str | None = None,
+) -> Synced:
+    """Copy the state of one rank to all other ranks of a process group. Every rank calls this.
+
+    This is `sync` with a given source, whatever versions the ranks have. The result has version 0.
+
+    Raises what `sync` raises.
+    """
+    group = _resolve(group)
+    arguments.check_int(source, "source", low=0, high=group.size() - 1)
+    version = 0 if group.rank() == source else None
+    called = f"broadcast_state(source={source})"
+    return _Call(state, version, group, timeout, atomic, None, (), host, called).run()
+
+
+def _resolve(group: Any) -> Any:
+    found = dist.group.WORLD if group is None and dist.is_initialized() else group
+    if not hasattr(found, "rank"):
+        raise BadArgument(
+            "this process is not in the group"
+            if group is not None
+            else "there is no process group: call "
+            "init_process_group first, or use serve and fetch, which need none"
+        )
+    return found
+
+
+class _Call:
+    """One call of `sync` on one rank."""
+
+    def __init__(
+        self,
+        state: Any,
+        version: int | None,
+        group: Any,
+        timeout: Timeout,
+        atomic: bool,
+        trust: int | None,
+        per_rank: tuple[str, ...],
+        host: str | None,
+        called: str,
+    ) -> None:
+        group = _resolve(group)
+        self._rank, self._size = group.rank(), group.size()
+        self._state, self._version, self._per_rank = state, version, per_rank
+        self._deadline_s = time.monotonic() + arguments.seconds(timeout, "timeout")
+        self._atomic = arguments.check_bool(atomic, "atomic")
+        if trust is not None:
+            arguments.check_int(trust, "trust", low=0, high=self._size - 1)
+        self._trust, self._called = trust, called
+        self._store = store_of(group)
+        if self._store is None:
+            raise BadArgument(
+                "the group has no store: pass a group that init_process_group or new_group made"
+            )
+        self._source = Source(group_host() if host is None else arguments.check_str(host, "host"))
+        self._target = 0
+        self._described: Description | None = None
+
+    def run(self) -> Synced:
+        coordinator = Coordinator(self._rank, self._size, self._deadline_s, self._source.is_connected)
+        member = Member(self._rank, self._size, self._look_up, coordinator, self._deadline_s)
+        address = self._source.attach(coordinator)
+        reason = "it ended its call"
+        try:
+            self._ask_store(lambda: self._store.set(_key(self._rank), address))
+            return self._take_steps(member, address)
+        except BaseException as error:
+            reason = show_text(
+                error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+            )
+            with suppress(FerryError):
+                member.leave(reason)
+            raise
+        finally:
+            with suppress(FerryError):
+                self._ask_store(lambda: self._store.delete_key(_key(self._rank)), 1.0)
+            coordinator.close(reason)
+            member.close()
+            self._source.close(timeout=0.01)
+
+    def _take_steps(self, member: Member, address: str) -> Synced:
+        """Take each step that the coordinator's answer asks for. After its loss, the next one asks again."""
+        global_rank = dist.get_rank() if dist.is_initialized() else self._rank
+        own = Join(global_rank, self._version, self._called, self._trust, address, self._source.address)
+        order, state, report = Order(-1), self._state, None
+        answer = member.say(join=own)
+        while not isinstance(answer, Finished):
+            if isinstance(answer, Refusal):
+                raise answer.error()
+            if isinstance(answer, Target):
+                member.knows(answer.ranks)
+                self._target = answer.version
+                answer = member.say(has=self._describe())
+            elif isinstance(answer, Order):
+                order = answer
+                self._serve(order.serves)
+                answer = member.say(ready=order.coordinator)
+            else:
+                if order.takes and not member.has_received:
+                    state, report = self._receive(order, member)
+                    member.has_received = True
+                try:
+                    answer = member.say(done=True)
+                except LinkTimeout as error:
+                    answer = Finished({member.coordinator: error.what})
+        role: Role = "receiver" if member.has_received else "source" if order.serves else "idle"
+        return Synced(self._target, role, state, report, answer.failed)
+
+    def _describe(self) -> Has:
+        """Describe the state of this rank, and hash it if this rank has the version."""
+        digests = b""
+        if self._version == self._target:
+            self._described = describe(self._state)
+            digests = b"".join(digest_leaves(self._described, Workspace(CPU)))
+        else:
+            self._described = describe_target(self._state)
+        return Has(self._target, encode_value(self._described.manifest), digests, self._per_rank)
+
+    def _local_values(self) -> dict[Path, Any]:
+        assert self._described is not None, "an answer follows what it answers"
+        values = self._described.values
+        return {path: values[leaf] for path, leaf in occurrences(self._described.manifest)}
+
+    def _serve(self, shares: Sequence[Share]) -> None:
+        local = list(self._local_values().items())
+        for share in shares:
+            paths, values = zip(*(local[number] for number in share.numbers), strict=True)
+            state = dict(zip(bundle_keys(paths), values, strict=True))
+            self._source.publish(state, self._target, share.name, snapshot=False)
+
+    def _receive(self, order: Order, member: Member) -> tuple[Any, FetchReport]:
+        assert self._described is not None, "an answer follows what it answers"
+        local = self._local_values()
+        tree = decode_manifest(order.tree) if order.tree else self._described.manifest
+        paths = [path for path, _ in occurrences(tree)]
+        bundles = []
+        for share in order.takes:
+            taken = [paths[number] for number in share.numbers]
+            # With many sources, each receiver begins with other ones.
+            first = share.takers.index(self._rank) * _MAX_SOURCES % len(share.holders)
+            chosen = (*share.holders[first:], *share.holders[:first])[:_MAX_SOURCES]
+            addresses = [parse_address(member.ranks[rank].source) for rank in chosen]
+            known = {path: local[path] for path in taken if path in local}
+            bundles.append(IncomingBundle(share.name, addresses, taken, known, len(share.takers) > 1))
+        left_s = max(self._deadline_s - time.monotonic(), 0.0)
+        # A fresh shard gets the mesh of those that are there, which may have other ranks than the source's.
+        meshes = {id(mesh): mesh for each in local.values() if (mesh := getattr(each, "device_mesh", None))}
+        context = RebuildContext(mesh=next(iter(meshes.values())) if len(meshes) == 1 else None)
+        received, report = receive_bundles(bundles, self._target, left_s, context, atomic=self._atomic)
+        builders = container_builders(tree)
+        leaves = [received[path] if path in received else local[path] for path in paths]
+        return rebuild_places(tree, leaves, lambda number, children: builders[number](children)), report
+
+    # The group's store.
+
+    def _look_up(self, rank: int) -> str | None:
+        # Unlike `get`, this does not wait until there is such a key.
+        found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
+        return found.decode() or None
+
+    def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
+        """Ask the store something; raises LinkBroken if it fails, and LinkTimeout if it takes too long.
+
+        In a thread: a store whose process is stopped would never answer.
+        """
+        found: list[T | Exception] = []
+
+        def run() -> None:
+            try:
+                found.append(ask())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, name="torchferry-store", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if not found:
+            raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:g} s")
+        if isinstance(found[0], Exception):
+            what = str(found[0]).partition("\n")[0]
+            raise LinkBroken(f"the store of the process group failed: {what}. Create a new group") from found[
+                0
+            ]
+        return found[0]
+
+
+def _key(rank: int) -> str:
+    return f"torchferry/sync/{rank}"
