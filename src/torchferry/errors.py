@@ -210,8 +210,7 @@ class PartsLost(StateError, LookupError):
         self.parts, self.advice = tuple(parts), advice
         super().__init__(
             f"no rank of the highest version has {_places(self.parts, 'part')} of the state; nothing was "
-            "written:\n  "
-            + "\n  ".join([*_first(self.parts, ".parts"), advice]),
+            "written:\n  " + "\n  ".join([*_first(self.parts, ".parts"), advice]),
             path=self.parts[0].path if self.parts else None,
             phase="compare",
         )

@@ -17,7 +17,7 @@ from torchferry.core.report import FetchReport
 from torchferry.core.text import show_text
 from torchferry.core.tree import Path, occurrences, rebuild_places
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_bundles
-from torchferry.engine.coordination import Coordinator, Member
+from torchferry.engine.coordination import CALLED, Coordinator, Member
 from torchferry.engine.published import digest_leaves
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
@@ -185,7 +185,7 @@ class _Call:
             raise
         finally:
             with suppress(FerryError):
-                self._ask_store(lambda: self._store.delete_key(_key(self._rank)), 1.0)
+                self._ask_store(lambda: self._forget(was_answered=bool(member.ranks)), 1.0)
             coordinator.close(reason)
             member.close()
             self._source.close(timeout=0.01)
@@ -269,6 +269,13 @@ class _Call:
         # Unlike `get`, this does not wait until there is such a key.
         found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
         return found.decode() or None
+
+    def _forget(self, *, was_answered: bool) -> None:
+        if was_answered:
+            self._store.delete_key(_key(self._rank))
+        else:
+            # Those whose time limit passes a little later must not count this rank as absent.
+            self._store.set(_key(self._rank), CALLED)
 
     def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
         """Ask the store something; raises LinkBroken if it fails, and LinkTimeout if it takes too long.

@@ -48,11 +48,16 @@ logger = logging.getLogger(__name__)
 
 _POST, _WATCH = "/v1/sync", "/v1/sync/watch"
 
+_POLL_S = 0.02
+"""How often a rank looks for the address of the coordinator."""
+
 _LOOK_S = 0.2
 """How often a coordinator looks whether a rank that waits for an answer is still there."""
 
 _GRACE_S = 1.0
 """How long a rank waits after its deadline: the coordinator has a deadline too, and knows who is missing."""
+
+CALLED = "called"
 
 _LOST = "its connection was lost: the process ended, or can't be reached"
 
@@ -116,6 +121,8 @@ class Coordinator:
                     self._lose(post.rank, _LOST)
                     return _left(_LOST)
                 self._changed.wait(_LOOK_S)
+            if isinstance(answer, Refusal):
+                self._assignment = answer  # for all, also if ranks leave that caused it
             if isinstance(answer, (Finished, Refusal)):
                 self._answered.add(post.rank)
             return Response(OK, msgpack.encode(answer))
@@ -125,7 +132,10 @@ class Coordinator:
         news = {name: value for name, value in structs.asdict(post).items() if value is not None}
         self._said[rank] = post if post.join is not None else structs.replace(known, **news)
         self._connections[rank] = connection
-        self._gone = {**post.gone, **self._gone}
+        for other, reason in post.gone.items():
+            # Some know only that it was lost, others know why.
+            if self._gone.get(other, _LOST) == _LOST:
+                self._gone[other] = reason
         self._gone.pop(rank, None)
         if post.failed is not None:
             self._lose(rank, post.failed)
@@ -162,6 +172,8 @@ class Coordinator:
         here = {each: self._said.get(each) for each in range(self._size) if each not in self._gone}
         said = {each: post for each, post in here.items() if post is not None and post.join is not None}
         is_late = time.monotonic() >= self._deadline_s
+        if isinstance(self._assignment, Refusal) and not mine.done:
+            return self._assignment
         if len(said) < len(here) and not mine.done:
             return late(here.keys() - said.keys(), "join") if is_late else None
         if mine.done:
@@ -214,7 +226,8 @@ def _left(reason: str) -> Response:
 class Member:
     """One rank's side of the agreement: what it said so far, and its connection to the coordinator.
 
-    `look_up` returns the address of a rank's coordinator; None if the rank does not take part yet.
+    `look_up` returns the address of a rank's coordinator; None if the rank does not take part yet, and CALLED
+    if it does not any more.
     """
 
     def __init__(
@@ -225,13 +238,14 @@ class Member:
         self._said = Post(rank)
         self._connection: HttpConnection | None = None
         self._gone: dict[int, str] = {}
+        self._address = ""
         self.ranks: Mapping[int, Join] = {}
         self.has_received = False
 
     @property
     def coordinator(self) -> int:
         """The lowest rank that was not lost."""
-        return next(rank for rank in range(self._size) if rank not in self._gone)
+        return next((rank for rank in range(self._size) if rank not in self._gone), self._rank)
 
     def knows(self, ranks: Mapping[int, Join]) -> None:
         """Note how to reach all ranks, so that the store is not needed any more."""
@@ -259,7 +273,8 @@ class Member:
                 what = f"rank {self.coordinator}, which coordinates, did not answer in time"
                 raise LinkTimeout(what, peer=self.coordinator) from None
             except LinkBroken:
-                reason, is_lost = _LOST, True
+                # If its address is not there any more, it was that of an earlier call.
+                reason, is_lost = _LOST, bool(self.ranks) or self._look_up(self.coordinator) == self._address
             self.close()
             if is_lost:
                 self._turn_to_next(reason)
@@ -270,10 +285,16 @@ class Member:
                 time.sleep(_POLL_S)
 
     def leave(self, reason: str) -> None:
-        """Tell the coordinator that this rank failed, if that is possible at once."""
-        if self._connection is not None:
-            post = Post(self._rank, failed=reason)
-            self._connection.request("POST", _POST, msgpack.encode(post), timeout_s=_GRACE_S)
+        """Tell the coordinator, and the one that follows if it is this rank, why this rank fails."""
+        if self._connection is None:
+            return
+        post = msgpack.encode(Post(self._rank, failed=reason))
+        self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
+        if self.coordinator == self._rank and len(self.ranks) > 1:
+            self.close()
+            self._gone[self._rank] = reason
+            self._connection = self._connect()
+            self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
 
     def close(self) -> None:
         """Close the connection."""
@@ -299,7 +320,8 @@ class Member:
             rank = self.coordinator
             known = self.ranks.get(rank)
             address = known.coordinator if known is not None else self._look_up(rank)
-            if address:
+            if address and address != CALLED:
+                self._address = address
                 try:
                     return HttpConnection(parse_address(address), None, min(self._left_s() + 0.1, 5.0))
                 except LinkError as error:
@@ -315,7 +337,3 @@ class Member:
         return LinkTimeout(
             f"{show_ranks(absent)} did not call it in time; nothing was written", peer=absent[0]
         )
-
-
-_POLL_S = 0.02
-"""How often a rank looks for the address of the coordinator."""
