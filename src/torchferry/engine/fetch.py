@@ -191,7 +191,7 @@ class _Fetch(Phases):
         if options.reshare is not None:
             options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
             self._sources.add_peers(grant, options.tls)
-        if target.loading is not None and options.atomic:
+        if options.atomic and target.loading is not None and target.loading.objects:
             target.loading.back_up(sink.written)
         self._enter(FetchState.RECEIVING)
         self._receive(plan, needed, digests, landing)

@@ -25,12 +25,14 @@ class RNG:
         """Return the states of all generators. Those of a generator's words are tensors."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
-            "python": {"version": version, "words": _tensor(words), "gauss": gauss},
+            "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
         if (numpy := sys.modules.get("numpy")) is not None:
-            found = numpy.random.get_state(legacy=False)
-            state["numpy"] = {**found, "state": {k: _without_array(v) for k, v in found["state"].items()}}
+            state["numpy"] = found = numpy.random.get_state(legacy=False)
+            # As tensors, because receivers may have no numpy.
+            arrays = {key: each for key, each in found["state"].items() if isinstance(each, numpy.ndarray)}
+            found["state"] |= {key: torch.from_numpy(each.copy()) for key, each in arrays.items()}
         if (module := _accelerator()) is not None:
             states = [module.get_rng_state(index) for index in _devices(module)]
             state["accelerator"] = {"type": module.__name__, "states": states}
@@ -45,25 +47,13 @@ class RNG:
         if numpy_state is not None:
             with suppress(ImportError):
                 numpy = importlib.import_module("numpy")
-                inner = {k: _with_array(v, numpy) for k, v in numpy_state["state"].items()}
-                numpy.random.set_state({**numpy_state, "state": inner})
+                words = numpy_state["state"]
+                arrays = {key: each.numpy() for key, each in words.items() if isinstance(each, torch.Tensor)}
+                numpy.random.set_state({**numpy_state, "state": words | arrays})
         module, sent = _accelerator(), state.get("accelerator")
         if module is not None and sent is not None and sent["type"] == module.__name__:
             for index, one in zip(_devices(module), sent["states"], strict=False):
                 module.set_rng_state(one.clone(), index)
-
-
-def _tensor(words: Any) -> torch.Tensor:
-    return torch.tensor([*map(int, words)], dtype=torch.int64, device="cpu")
-
-
-def _without_array(value: Any) -> Any:
-    # The words of numpy's default generator. Receivers may have no numpy.
-    return _tensor(value) if hasattr(value, "tolist") else value
-
-
-def _with_array(value: Any, numpy: Any) -> Any:
-    return numpy.array(value.tolist(), dtype="uint32") if isinstance(value, torch.Tensor) else value
 
 
 def _accelerator() -> Any:
