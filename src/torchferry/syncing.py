@@ -15,18 +15,18 @@ from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share
 from torchferry.core.codec import decode_manifest, encode_value
 from torchferry.core.report import FetchReport
 from torchferry.core.text import show_text
-from torchferry.core.tree import Path, occurrences, rebuild_places
-from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_bundles
+from torchferry.core.tree import format_path, occurrences
+from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
 from torchferry.engine.coordination import CALLED, Coordinator, Member
 from torchferry.engine.published import digest_leaves
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
 from torchferry.links.address import group_host, parse_address
 from torchferry.serving import Source
-from torchferry.tensors.assemble import container_builders
 from torchferry.tensors.describe import Description, describe, describe_target
-from torchferry.tensors.kinds import RebuildContext
 from torchferry.tensors.memory import CPU
+from torchferry.tensors.objects import read_objects, rules_of
+from torchferry.tensors.rng import RNG
 from torchferry.torch_internals import store_of
 
 T = TypeVar("T")
@@ -222,46 +222,43 @@ class _Call:
         """Describe the state of this rank, and hash it if this rank has the version."""
         digests = b""
         if self._version == self._target:
-            self._described = describe(self._state)
-            digests = b"".join(digest_leaves(self._described, Workspace(CPU)))
+            described = describe(self._state, objects=read_objects(self._state))
+            digests = b"".join(digest_leaves(described, Workspace(CPU)))
         else:
-            self._described = describe_target(self._state)
-        return Has(self._target, encode_value(self._described.manifest), digests, self._per_rank)
-
-    def _local_values(self) -> dict[Path, Any]:
-        assert self._described is not None, "an answer follows what it answers"
-        values = self._described.values
-        return {path: values[leaf] for path, leaf in occurrences(self._described.manifest)}
+            described = describe_target(self._state, read_objects(self._state, is_target=True))
+        self._described = described
+        rules, paths = rules_of(described.objects), [path for path, _ in occurrences(described.manifest)]
+        generators = [path for path, read in described.objects.items() if isinstance(read.value, RNG)]
+        return Has(
+            self._target,
+            encode_value(described.manifest),
+            digests,
+            per_rank=(*self._per_rank, *map(format_path, generators)),
+            optional=tuple(format_path(path) for path in paths if rules(path) == "varies"),
+        )
 
     def _serve(self, shares: Sequence[Share]) -> None:
-        local = list(self._local_values().items())
+        assert self._described is not None, "an answer follows what it answers"
+        found, values = occurrences(self._described.manifest), self._described.values
         for share in shares:
-            paths, values = zip(*(local[number] for number in share.numbers), strict=True)
-            state = dict(zip(bundle_keys(paths), values, strict=True))
+            paths, leaves = zip(*(found[number] for number in share.numbers), strict=True)
+            state = {key: values[leaf] for key, leaf in zip(bundle_keys(paths), leaves, strict=True)}
             self._source.publish(state, self._target, share.name, snapshot=False)
 
     def _receive(self, order: Order, member: Member) -> tuple[Any, FetchReport]:
         assert self._described is not None, "an answer follows what it answers"
-        local = self._local_values()
         tree = decode_manifest(order.tree) if order.tree else self._described.manifest
         paths = [path for path, _ in occurrences(tree)]
         bundles = []
         for share in order.takes:
-            taken = [paths[number] for number in share.numbers]
             # With many sources, each receiver begins with other ones.
             first = share.takers.index(self._rank) * _MAX_SOURCES % len(share.holders)
             chosen = (*share.holders[first:], *share.holders[:first])[:_MAX_SOURCES]
             addresses = [parse_address(member.ranks[rank].source) for rank in chosen]
-            known = {path: local[path] for path in taken if path in local}
-            bundles.append(IncomingBundle(share.name, addresses, taken, known, len(share.takers) > 1))
+            taken = [paths[number] for number in share.numbers]
+            bundles.append(IncomingBundle(share.name, addresses, taken, len(share.takers) > 1))
         left_s = max(self._deadline_s - time.monotonic(), 0.0)
-        # A fresh shard gets the mesh of those that are there, which may have other ranks than the source's.
-        meshes = {id(mesh): mesh for each in local.values() if (mesh := getattr(each, "device_mesh", None))}
-        context = RebuildContext(mesh=next(iter(meshes.values())) if len(meshes) == 1 else None)
-        received, report = receive_bundles(bundles, self._target, left_s, context, atomic=self._atomic)
-        builders = container_builders(tree)
-        leaves = [received[path] if path in received else local[path] for path in paths]
-        return rebuild_places(tree, leaves, lambda number, children: builders[number](children)), report
+        return receive_state(self._described, tree, bundles, self._target, left_s, atomic=self._atomic)
 
     # The group's store.
 

@@ -171,7 +171,7 @@ def diverge(rank: int, trust: int | None) -> list[float]:
     local = torch.full((4,), 9.0 if rank == 3 else float(rank % 2))
     state = {"w": DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)}
     torchferry.sync(state, 1, trust=trust, timeout=TIMEOUT_S)
-    return state["w"].to_local().tolist()  # type: ignore[no-any-return]
+    return state["w"].to_local().tolist()
 
 
 def test_twins_that_differ_are_named_by_position_and_rank(quad: Cluster) -> None:

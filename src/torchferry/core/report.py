@@ -150,7 +150,6 @@ def merge_reports(reports: Sequence[FetchReport]) -> FetchReport:
         extra_bytes=sum(report.extra_bytes for report in reports),
         sources=sources,
         confirmed=all(report.confirmed for report in reports),
-        fresh=tuple(path for report in reports for path in report.fresh),
     )
 
 

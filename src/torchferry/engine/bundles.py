@@ -11,18 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchferry.core.compare import Extra
+from torchferry.core.manifest import Leaf, Manifest
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport, merge_reports
-from torchferry.core.tree import Path, format_path
+from torchferry.core.tree import Path, format_path, occurrences, rebuild_places
 from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
+from torchferry.engine.loading import Loading
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
-from torchferry.errors import FerryError, StateMismatch, TargetTorn, TornAndBroken, TornAndLate
+from torchferry.errors import (
+    FerryError,
+    Mismatch,
+    StateError,
+    StateMismatch,
+    TargetTorn,
+    TornAndBroken,
+    TornAndLate,
+)
 from torchferry.links.address import Address
-from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.assemble import container_builders
+from torchferry.tensors.describe import Description
+from torchferry.tensors.kinds import RebuildContext, part_of
 from torchferry.tensors.memory import CPU
+from torchferry.tensors.objects import rules_of
 
 _LINGER_S = 10.0
 _JOIN_S = 1.0
@@ -30,12 +42,11 @@ _JOIN_S = 1.0
 
 
 class IncomingBundle(NamedTuple):
-    """A bundle to receive: its name, who serves it, and its paths with the local values, if there are any."""
+    """A bundle to receive: its name, who serves it, and its paths. With `reshare`, others take it too."""
 
     name: str
     addresses: Sequence[Address]
     paths: Sequence[Path]
-    local: Mapping[Path, Any]
     reshare: bool
 
 
@@ -57,12 +68,17 @@ def bundle_keys(paths: Sequence[Path]) -> list[str]:
 
 
 class _Receiving:
-    """All fetches of one call. `results` has what each returned or raised."""
+    """All fetches of one call, into the `local` values. `results` has what each returned or raised."""
 
     def __init__(
-        self, bundles: Sequence[IncomingBundle], version: int, timeout_s: float, context: RebuildContext
+        self,
+        bundles: Sequence[IncomingBundle],
+        local: Mapping[Path, Any],
+        version: int,
+        timeout_s: float,
+        context: RebuildContext,
     ) -> None:
-        self.bundles = bundles
+        self.bundles, self._local = bundles, local
         self.results: dict[int, Fetched | BaseException] = {}
         self._version, self._timeout_s, self._context = version, timeout_s, context
         self._barrier = threading.Barrier(max(len(bundles), 1))
@@ -70,6 +86,7 @@ class _Receiving:
         self._workspace = Workspace(CPU)
 
     def run(self, *, atomic: bool) -> None:
+        """Receive all bundles; raises one error if any fails."""
         numbers = range(len(self.bundles))
         threads = [threading.Thread(target=self._receive, args=(n, atomic), daemon=True) for n in numbers]
         try:
@@ -81,8 +98,30 @@ class _Receiving:
             self._cancel()
             for thread in threads:
                 thread.join(_JOIN_S)
-            error.add_note(str(self.error()))
+            error.add_note(str(self._error()))
             raise
+        if len(self._fetched()) < len(self.bundles):
+            failure = self._error()
+            try:
+                raise failure from failure.__cause__
+            finally:
+                del failure  # it refers to this frame
+
+    def _fetched(self) -> list[Fetched]:
+        return [each for _, each in sorted(self.results.items()) if isinstance(each, Fetched)]
+
+    def values(self) -> dict[Path, Any]:
+        """Return all values that were received, by path."""
+        pairs = zip(self.bundles, self._fetched(), strict=True)
+        return {
+            path: fetched.state[key]
+            for bundle, fetched in pairs
+            for key, path in zip(bundle_keys(bundle.paths), bundle.paths, strict=True)
+        }
+
+    def report(self) -> FetchReport:
+        """Return one report for all."""
+        return merge_reports([fetched.report for fetched in self._fetched()])
 
     def _cancel(self) -> None:
         self._is_over = True
@@ -101,15 +140,14 @@ class _Receiving:
     def _receive(self, number: int, atomic: bool) -> None:
         bundle = self.bundles[number]
         keyed = zip(bundle_keys(bundle.paths), bundle.paths, strict=True)
-        local = {key: bundle.local[path] for key, path in keyed if path in bundle.local}
-        extra: Extra = "fresh"
+        local = {key: self._local[path] for key, path in keyed if path in self._local}
         options = FetchOptions(
             wanted=LeaseRequest(bundle.name, f"{socket.gethostname()}:{os.getpid()}", self._version),
             timeout_s=self._timeout_s,
             max_metadata_bytes=MAX_METADATA_BYTES,
             local_state=(lambda: local) if local else None,
             strict=True,
-            extra=extra,
+            extra="fresh",
             compare="auto",
             atomic=atomic,
             verify=True,
@@ -128,7 +166,7 @@ class _Receiving:
             self.results[number] = error
             self._cancel()
 
-    def error(self) -> BaseException:
+    def _error(self) -> BaseException:
         """Return one error for all fetches: what failed first, and what it did to the local state."""
         errors = [each for each in self.results.values() if isinstance(each, BaseException)]
         causes = [each.__cause__ or each if isinstance(each, TargetTorn) else each for each in errors]
@@ -164,34 +202,115 @@ class _Receiving:
         return combined
 
 
-def receive_bundles(
+def receive_state(
+    local: Description,
+    tree: Manifest,
     bundles: Sequence[IncomingBundle],
     version: int,
     timeout_s: float,
-    context: RebuildContext,
     *,
     atomic: bool,
-) -> tuple[dict[Path, Any], FetchReport]:
-    """Receive all bundles into their local values, or into fresh tensors; return all values and a report.
+) -> tuple[Any, FetchReport]:
+    """Receive all bundles into the local state, load its objects, and return the state and a report.
 
-    Raises what a fetch raises. If other bundles were written already, TargetTorn lists the paths of all.
+    The result has the containers of `tree`. What no bundle has keeps its local value.
+    Raises what a fetch raises. If something was written already, TargetTorn lists the paths of all bundles.
     """
-    receiving = _Receiving(bundles, version, timeout_s, context)
+    own = {path: local.values[leaf] for path, leaf in occurrences(local.manifest)}
+    loading = Loading(local, tree)
+    _raise_if_unloadable(local, tree, loading)
+    # A fresh shard gets the mesh of those that are there, which may have other ranks than the source's.
+    meshes = {
+        id(mesh): mesh for each in own.values() if (mesh := getattr(each, "device_mesh", None)) is not None
+    }
+    context = RebuildContext(mesh=next(iter(meshes.values())) if len(meshes) == 1 else None)
+    places = _places(local, tree, loading)
+    if atomic and loading.objects:
+        loading.back_up({part for leaf in places.values() for part in local.manifest.leaves[leaf].parts})
+    known = {path: local.values[leaf] for path, leaf in places.items()}
+    receiving = _Receiving(bundles, known, version, timeout_s, context)
     receiving.run(atomic=atomic)
-    fetched = [each for _, each in sorted(receiving.results.items()) if isinstance(each, Fetched)]
-    if len(fetched) < len(bundles):
-        error = receiving.error()
-        try:
-            raise error from error.__cause__
-        finally:
-            del error, receiving  # they refer to this frame
-    values: dict[Path, Any] = {}
-    for bundle, each in zip(bundles, fetched, strict=True):
-        values |= {
-            path: each.state[key] for key, path in zip(bundle_keys(bundle.paths), bundle.paths, strict=True)
-        }
-    reports = [each.report for each in fetched]
-    if len(reports) == 1:
-        return values, reports[0]
-    nothing = FetchReport(version, "", 0, 0, 0, 0, {}, {}, verified=True, confirmed=True)
-    return values, merge_reports(reports) if reports else replace(nothing)
+    received = receiving.values()
+    builders = container_builders(tree)
+    leaves = [received.get(path, own.get(path)) for path, _ in occurrences(tree)]
+    try:
+        state = rebuild_places(
+            tree, leaves, lambda number, children: builders[number](children), loading.place
+        )
+        loading.load()
+    except Exception as error:
+        raise _explain(error, receiving, loading) from error
+    rules = rules_of(loading.objects)
+    fresh = [path for path in received if path not in known and rules(path) != "varies"]
+    report = replace(
+        receiving.report(),
+        fresh=tuple(map(format_path, fresh)),
+        loaded=tuple(map(format_path, loading.objects)),
+        extra_bytes=receiving.report().extra_bytes + loading.extra_bytes,
+    )
+    return state, report
+
+
+def _raise_if_unloadable(local: Description, tree: Manifest, loading: Loading) -> None:
+    """Raise StateMismatch if objects have no place for entries of the tree, or need others."""
+    rules, (ours, theirs) = rules_of(loading.objects), map(dict, map(occurrences, (local.manifest, tree)))
+    found = [(path, "the peer has no state dict for this object") for path in loading.lacking()]
+    found += [
+        (path, "no such path here")
+        for path in theirs
+        if path not in ours and rules(path) in ("fixed", "required")
+    ]
+    found += [
+        (path, "the peer has no such path")
+        for path in ours
+        if path not in theirs and rules(path) == "required"
+    ]
+    if found:
+        raise StateMismatch(
+            [
+                Mismatch(
+                    format_path(path),
+                    what,
+                    *(("an entry", "nothing") if path in theirs else ("nothing", "an entry")),
+                )
+                for path, what in found
+            ]
+        )
+
+
+def _places(local: Description, tree: Manifest, loading: Loading) -> dict[Path, int]:
+    """Return the local leaves that are written, by path. What an object has instead of them varies."""
+    rules, ours = rules_of(loading.objects), dict(occurrences(local.manifest))
+    places = {path: (leaf, ours[path]) for path, leaf in occurrences(tree) if path in ours}
+
+    def fits(path: Path, incoming: Leaf, leaf: Leaf) -> bool:
+        if rules(path) != "varies" or part_of(leaf) is not None:
+            return True
+        specs = (
+            [(s.dtype, s.shape) for s in (m.tensors[n] for n in each.parts)]
+            for m, each in ((tree, incoming), (local.manifest, leaf))
+        )
+        return incoming.kind == leaf.kind and incoming.fixed == leaf.fixed and next(specs) == next(specs)
+
+    return {
+        path: ours
+        for path, (theirs, ours) in places.items()
+        if fits(path, tree.leaves[theirs], local.manifest.leaves[ours])
+    }
+
+
+def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:
+    """Give the objects their earlier state, if there is a copy; return an error that says what is torn."""
+    failure = error if isinstance(error, FerryError) else StateError(f"{type(error).__name__}: {error}")
+    keys = [format_path(path) for bundle in receiving.bundles for path in bundle.paths]
+    if not loading.can_undo:
+        torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]
+        return TargetTorn(failure, whole=keys, torn=torn, untouched=())
+    failures = loading.undo()
+    failure = failure.with_context(more="; the earlier state was restored")
+    if not failures:
+        return failure
+    more = f", except that {', '.join(failures.values())}"
+    return TargetTorn(
+        failure.with_context(more=more), whole=(), torn=list(map(format_path, failures)), untouched=keys
+    )

@@ -1,0 +1,150 @@
+"""sync of states that hold objects: modules, optimizers, schedulers and random number generators."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torchferry
+from tests.support.cluster import Cluster
+from tests.sync.test_sync import TIMEOUT_S
+
+
+class Training:
+    """A small training run. Its state holds objects."""
+
+    def __init__(self, seed: int, steps: int, mesh: Any = None) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6, bias=False))
+        if mesh is not None:
+            self.model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.step = 0
+        for _ in range(steps):
+            self.train()
+
+    def train(self) -> float:
+        loss = self.model(torch.randn(4, 6)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        return float(loss) + random.random()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optim": self.optimizer,
+            "scheduler": self.scheduler,
+            "rng": torchferry.RNG(),
+            "step": self.step,
+        }
+
+
+def train_on(rank: int, new: list[int], atomic: bool, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """New ranks take the state of the others; then all train on, and return their losses."""
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+    training = Training(7, 3, mesh)
+    if rank in new:
+        training = Training(100 + rank, 0, mesh)
+    # The weights of all ranks are equal, but the generators of each rank are its own.
+    torch.manual_seed(rank)
+    parameter = next(training.model.parameters())
+    result = torchferry.sync(
+        training.state(), None if rank in new else training.step, atomic=atomic, timeout=TIMEOUT_S
+    )
+    training.step = result.state["step"]
+    assert result.state["model"] is training.model
+    assert next(training.model.parameters()) is parameter
+    assert parameter is training.optimizer.param_groups[0]["params"][0]
+    drawn = torch.randint(1 << 30, (1,)).item()
+    torch.manual_seed(1)
+    random.seed(1)
+    return {
+        "step": training.step,
+        "losses": [training.train() for _ in range(3)],
+        "lr": training.optimizer.param_groups[0]["lr"],
+        "drawn": drawn,
+        "loaded": () if result.report is None else result.report.loaded,
+    }
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_new_rank_trains_on_like_the_others(pair: Cluster, atomic: bool) -> None:
+    one, two = pair.run(train_on, [1], atomic, None)
+    assert {**one, "loaded": ()} == {**two, "loaded": ()}
+    assert two["step"] == 3
+    assert set(two["loaded"]) == {"model", "optim", "scheduler", "rng"}
+
+
+def test_generators_differ_without_being_an_error_and_come_from_the_lowest_rank(quad: Cluster) -> None:
+    answers = quad.run(train_on, [3], False, None)
+    assert len({answer["drawn"] for answer in answers[:3]}) == 3
+    assert answers[3]["drawn"] == answers[0]["drawn"]
+    assert len({tuple(answer["losses"]) for answer in answers}) == 1
+
+
+def test_a_rank_of_hsdp_gets_the_moments_of_its_twin(quad: Cluster) -> None:
+    for new in ([2], [0, 3]):
+        answers = quad.run(train_on, new, False, (2, 2))
+        assert len({tuple(answer["losses"]) for answer in answers}) == 1
+        assert {answer["step"] for answer in answers} == {3}
+
+
+class Refusing(nn.Linear):
+    """A module that can't be loaded."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("no more room")
+
+
+def load_what_refuses(rank: int, atomic: bool) -> str:
+    model = (nn.Linear if rank == 0 else Refusing)(2, 2)
+    state = {"w": torch.full((5,), float(rank)), "model": model}
+    before = [parameter.clone() for parameter in model.parameters()]
+    if rank == 0:
+        return "".join(torchferry.sync(state, 1, timeout=TIMEOUT_S).failed[1])
+    with pytest.raises(torchferry.StateError) as raised:
+        torchferry.sync(state, None, atomic=atomic, timeout=TIMEOUT_S)
+    if atomic:
+        assert all(map(torch.equal, before, model.parameters()))
+        assert state["w"][0] == 1.0  # type: ignore[index]
+    return f"{type(raised.value).__name__} {raised.value}"
+
+
+def test_an_object_that_refuses_its_state_fails_its_rank_and_the_other_knows(pair: Cluster) -> None:
+    source, receiver = pair.run(load_what_refuses, False)
+    assert "load_state_dict of model (Refusing) raised RuntimeError: no more room" in source
+    assert receiver.startswith("TargetTorn")
+    assert "(model)" in receiver
+    _, receiver = pair.run(load_what_refuses, True)
+    assert "giving" in receiver or "except that model" in receiver
+
+
+def sync_other_modules(rank: int) -> str:
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)] if rank == 0 else [nn.Linear(3, 3)]
+    state = {"model": nn.Sequential(*layers), "step": rank}
+    if rank == 0:
+        return torchferry.sync(state, 1, timeout=TIMEOUT_S).failed[1]
+    before = layers[0].weight.clone()
+    with pytest.raises(torchferry.StateMismatch) as raised:
+        torchferry.sync(state, None, timeout=TIMEOUT_S)
+    assert torch.equal(before, layers[0].weight)
+    return str(raised.value)
+
+
+def test_a_module_without_a_place_for_an_entry_is_a_mismatch_before_anything_is_written(
+    pair: Cluster,
+) -> None:
+    for text in pair.run(sync_other_modules):
+        assert "model.1.weight: no such path here" in text
