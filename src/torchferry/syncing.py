@@ -185,7 +185,7 @@ class _Call:
             raise
         finally:
             with suppress(FerryError):
-                self._ask_store(lambda: self._forget(was_answered=bool(member.ranks)), 1.0)
+                self._ask_store(lambda: self._forget(member), 1.0)
             coordinator.close(reason)
             member.close()
             self._source.close(timeout=0.01)
@@ -267,8 +267,11 @@ class _Call:
         found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
         return found.decode() or None
 
-    def _forget(self, *, was_answered: bool) -> None:
-        if was_answered:
+    def _forget(self, member: Member) -> None:
+        # A rank that was killed does not remove its address.
+        for rank, address in member.lost.items():
+            self._store.compare_set(_key(rank), address, CALLED)
+        if member.ranks:
             self._store.delete_key(_key(self._rank))
         else:
             # Those whose time limit passes a little later must not count this rank as absent.

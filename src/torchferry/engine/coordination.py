@@ -51,6 +51,9 @@ _POST, _WATCH = "/v1/sync", "/v1/sync/watch"
 _POLL_S = 0.02
 """How often a rank looks for the address of the coordinator."""
 
+_STALE_S = 0.8
+"""How long a rank whose address does not answer may take to replace it."""
+
 _LOOK_S = 0.2
 """How often a coordinator looks whether a rank that waits for an answer is still there."""
 
@@ -178,8 +181,12 @@ class Coordinator:
             return late(here.keys() - said.keys(), "join") if is_late else None
         if mine.done:
             waiting = {each for each in here if each not in said or not said[each].done}
-            overdue = dict.fromkeys(waiting, "it did not confirm in time")
-            return Finished({**self._gone, **overdue}) if is_late or not waiting else None
+            if waiting and not is_late:
+                return None
+            for each in here.keys() - waiting - self._answered:
+                if not self._is_connected(self._connections[each]):
+                    self._lose(each, _LOST)
+            return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
         others = {each: post for each, post in said.items() if not post.done}
         if mine.ready == self._rank:
             waiting = {each for each, post in others.items() if post.ready != self._rank}
@@ -241,6 +248,11 @@ class Member:
         self._address = ""
         self.ranks: Mapping[int, Join] = {}
         self.has_received = False
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The addresses of the ranks that were lost."""
+        return {rank: self.ranks[rank].coordinator for rank in self._gone if rank in self.ranks}
 
     @property
     def coordinator(self) -> int:
@@ -316,6 +328,7 @@ class Member:
         self._said = structs.replace(self._said, ready=None, done=done, gone=dict(self._gone))
 
     def _connect(self) -> HttpConnection:
+        refused: dict[str, float] = {}  # when first, by address
         while True:
             rank = self.coordinator
             known = self.ranks.get(rank)
@@ -325,7 +338,9 @@ class Member:
                 try:
                     return HttpConnection(parse_address(address), None, min(self._left_s() + 0.1, 5.0))
                 except LinkError as error:
-                    if known is not None:
+                    # It may be an address of an earlier call, which is replaced soon.
+                    since_s = refused.setdefault(address, time.monotonic())
+                    if known is not None or time.monotonic() > since_s + _STALE_S:
                         self._turn_to_next(error.what)
                         continue
             if not self._left_s():

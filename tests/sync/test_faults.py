@@ -1,0 +1,261 @@
+"""A rank is killed or stopped in each step of sync: the others notice in a second, and finish or raise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchferry
+from tests.support.children import child, wait_until
+from tests.support.cluster import Cluster, Outcome, WorkerDied
+from torchferry.engine import bundles
+from torchferry.engine.coordination import Member
+from torchferry.engine.published import Published
+from torchferry.engine.shelf import Shelf
+from torchferry.links.http_client import HttpConnection
+
+NOTICED_S = 1.0
+STEPS = ("join", "has", "ready", "done")
+# Ranks 0, 1 and 3 have the version, and ranks 2 and 4 do not.
+SOURCES, RANKS = (0, 1, 3), 5
+
+
+@pytest.fixture
+def five(_fork_server: None) -> Iterator[Cluster]:
+    with Cluster(RANKS, start_method="forkserver") as cluster:
+        yield cluster
+
+
+def strike(folder: str, how: int, *_: Any) -> None:
+    """End or stop this process, and note when."""
+    Path(folder, "struck").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), how)
+
+
+def take_part(
+    rank: int, victims: list[int], step: str, when: str, how: int, folder: str, timeout_s: float
+) -> dict[str, Any]:
+    """Sync. The victims are struck before or after they say something, or while bytes are moved."""
+    if rank in victims and step in STEPS:
+        say = Member.say
+
+        def strike_and_say(self: Member, **news: Any) -> Any:
+            if step in news and when == "before":
+                strike(folder, how)
+            if step in news and when == "after":
+                # When it waits for the answer.
+                HttpConnection._receive = lambda *_: strike(folder, how)  # type: ignore[assignment,method-assign]
+            return say(self, **news)
+
+        Member.say = strike_and_say  # type: ignore[method-assign]
+    if rank in victims and step == "serve":
+        Shelf.lease = lambda *_: strike(folder, how)  # type: ignore[method-assign]
+    if rank in victims and step == "read":
+        Published.read = lambda *_: strike(folder, how)  # type: ignore[method-assign,assignment]
+    if rank in victims and step == "fetch":
+        mock.patch.object(bundles, "fetch_state", partial(strike, folder, how)).start()
+    state = {"w": torch.full((1 << 18,), 5.0 if rank in SOURCES else 0.0), "step": 5}
+    begin_s = time.monotonic()
+    try:
+        result = torchferry.sync(state, 5 if rank in SOURCES else None, timeout=timeout_s)
+        found: dict[str, Any] = {"role": result.role, "failed": result.failed}
+    except torchferry.FerryError as error:
+        found = {"error": f"{type(error).__name__}: {error}", "late": isinstance(error, TimeoutError)}
+    values = state["w"].unique().tolist()  # type: ignore[attr-defined]
+    return {**found, "values": values, "ended_s": time.monotonic(), "seconds": time.monotonic() - begin_s}
+
+
+def outcomes_of(
+    cluster: Cluster,
+    folder: Path,
+    victims: list[int],
+    step: str,
+    *,
+    when: str = "before",
+    how: signal.Signals = signal.SIGKILL,
+    timeout_s: float = 20.0,
+) -> list[Outcome]:
+    arguments = (victims, step, when, how, str(folder), timeout_s)
+    return cluster.start([(take_part, arguments)] * RANKS, timeout_s=40).outcomes()
+
+
+def check_the_living(outcomes: list[Outcome], folder: Path, victims: list[int]) -> None:
+    """All others finish, within a second after the victims died, and name them."""
+    struck_s = float((folder / "struck").read_text())
+    for outcome in outcomes:
+        if outcome.rank in victims:
+            assert isinstance(outcome.error, WorkerDied), outcome
+            continue
+        assert outcome.error is None, outcome.error
+        found = outcome.value
+        assert found["values"] == [5.0], found
+        assert "error" not in found, found
+        assert set(victims) <= set(found["failed"]), found
+        assert found["ended_s"] - struck_s < NOTICED_S + 2.0, found
+
+
+# A source that coordinates, another source, and a receiver.
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("step", ["has", "done"])
+def test_a_killed_rank_does_not_keep_the_others(
+    five: Cluster, tmp_path: Path, victim: int, step: str
+) -> None:
+    outcomes = outcomes_of(five, tmp_path, [victim], step)
+    check_the_living(outcomes, tmp_path, [victim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [[0], [1], [2], [0, 1], [0, 2], [3, 4]])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_killed_ranks_do_not_keep_the_others_in_any_step(
+    five: Cluster, tmp_path: Path, victims: list[int], step: str, when: str
+) -> None:
+    outcomes = outcomes_of(five, tmp_path, victims, step, when=when)
+    check_the_living(outcomes, tmp_path, victims)
+
+
+@pytest.mark.parametrize(("victim", "step"), [(0, "serve"), (1, "serve"), (0, "read"), (4, "fetch")])
+def test_a_rank_that_is_killed_while_bytes_move_does_not_keep_the_others(
+    five: Cluster, tmp_path: Path, victim: int, step: str
+) -> None:
+    check_the_living(outcomes_of(five, tmp_path, [victim], step), tmp_path, [victim])
+
+
+def test_a_rank_that_is_killed_while_others_have_not_joined_is_named(five: Cluster, tmp_path: Path) -> None:
+    arguments = ([0], "join", "after", signal.SIGKILL, str(tmp_path), 3.0)
+    jobs = [(take_part, arguments) if rank != 3 else None for rank in range(RANKS)]
+    outcomes = five.start(jobs, timeout_s=40).outcomes()
+    for outcome in outcomes:
+        if outcome.rank in (1, 2, 4):
+            assert outcome.value["late"]
+            assert "rank 3 did not call it in time" in outcome.value["error"]
+            assert outcome.value["seconds"] < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("step", [*STEPS, "serve"])
+def test_a_stopped_rank_keeps_the_others_until_the_timeout_at_most(
+    five: Cluster, tmp_path: Path, victim: int, step: str
+) -> None:
+    if step == "serve" and victim == 2:
+        return
+    arguments = ([victim], step, "before", signal.SIGSTOP, str(tmp_path), 3.0)
+    pending = five.start([(take_part, arguments)] * RANKS, timeout_s=12)
+    outcomes = pending.outcomes()
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.error is None, outcome
+            assert outcome.value["seconds"] < 6, outcome
+            if step == "done" and outcome.rank not in SOURCES:
+                assert outcome.value["values"] == [5.0]
+            if step in ("join", "has", "ready"):
+                assert outcome.value["late"], outcome
+                assert outcome.value["values"] == [5.0 if outcome.rank in SOURCES else 0.0]
+
+
+def test_sources_return_when_a_receiver_is_stopped(five: Cluster, tmp_path: Path) -> None:
+    arguments = ([2], "fetch", "before", signal.SIGSTOP, str(tmp_path), 2.0)
+    outcomes = five.start([(take_part, arguments)] * RANKS, timeout_s=6).outcomes()
+    for rank in (0, 1, 3, 4):
+        assert outcomes[rank].value["failed"] == {2: "it did not confirm in time"}
+        assert outcomes[rank].value["values"] == [5.0]
+
+
+def join_over_tcp(pipe: Any, rank: int, port: int) -> None:
+    """The store is in the process of rank 0."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    pipe.send("ready")
+    version = pipe.recv()
+    connect = Member._connect
+
+    def connect_and_tell(self: Member) -> Any:
+        connection = connect(self)
+        pipe.send("connected")
+        return connection
+
+    Member._connect = connect_and_tell  # type: ignore[method-assign]
+    try:
+        state = {"w": torch.full((1000,), float(version or 0))}
+        result = torchferry.sync(state, version, timeout=20)
+        pipe.send((result.role, result.failed, state["w"][0].item()))
+    except torchferry.FerryError as error:
+        pipe.send((type(error).__name__, str(error), time.monotonic()))
+
+
+def free_port() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store.port
+
+
+@pytest.mark.usefixtures("_fork_server")
+def test_a_rank_that_dies_with_the_store_is_noticed_within_a_second() -> None:
+    port = free_port()
+    with (
+        child(join_over_tcp, 0, port) as zero,
+        child(join_over_tcp, 1, port) as one,
+        child(join_over_tcp, 2, port) as two,
+    ):
+        for process in (zero, one, two):
+            assert process.receive() == "ready"
+        zero.send(3)
+        one.send(None)
+        assert one.receive() == "connected"
+        killed_s = zero.signal()
+        name, text, raised_s = one.receive()
+        assert name == "LinkBroken"
+        assert "store" in text
+        assert raised_s - killed_s < NOTICED_S + 0.5
+
+
+def test_an_interrupted_receiver_leaves_and_the_others_return(pair: Cluster) -> None:
+    source, receiver = pair.run(interrupt_the_receiver)
+    assert receiver == "interrupted"
+    assert source == {1: "KeyboardInterrupt:"}
+
+
+def interrupt_the_receiver(rank: int) -> Any:
+    state = {"w": torch.zeros(1000)}
+    if rank == 0:
+        return torchferry.sync(state, 1, timeout=20).failed
+
+    def interrupt(*_: Any) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        time.sleep(5)
+
+    def raise_interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGUSR2, raise_interrupt)
+    try:
+        with mock.patch.object(bundles, "fetch_state", interrupt), pytest.raises(KeyboardInterrupt):
+            torchferry.sync(state, None, timeout=20)
+    finally:
+        signal.signal(signal.SIGUSR2, earlier)
+    return "interrupted"
+
+
+def threads_of_torchferry(rank: int) -> list[str]:
+    torchferry.sync({"w": torch.zeros(1000)}, rank, timeout=20)
+    wait_until(lambda: not running_threads(), 3.0)
+    return running_threads()
+
+
+def running_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchferry")]
+
+
+def test_no_thread_is_left(pair: Cluster) -> None:
+    assert pair.run(threads_of_torchferry) == [[], []]
