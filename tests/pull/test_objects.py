@@ -239,6 +239,20 @@ def test_a_module_on_the_meta_device_gets_fresh_tensors(options: dict[str, Any])
     target(torch.ones(3, 6)).sum().backward()
 
 
+def test_modules_on_the_meta_device_that_share_a_parameter_still_share_it() -> None:
+    def make() -> list[nn.Linear]:
+        pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        pair[1].weight = pair[0].weight
+        return pair
+
+    source = make()
+    with torch.device("meta"):
+        target = make()
+    ship(source, target)
+    assert target[0].weight is target[1].weight
+    assert torch.equal(target[0].weight, source[0].weight)
+
+
 def test_a_module_on_the_meta_device_is_compared_first() -> None:
     with torch.device("meta"):
         target = nn.Linear(2, 3)
@@ -270,8 +284,8 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW": optim.AdamW,
     "Adamax": optim.Adamax,
     "ASGD": optim.ASGD,
-    "LBFGS": optim.LBFGS,
-    "LBFGS, strong Wolfe": lambda params: optim.LBFGS(params, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda params: optim.LBFGS(params, max_iter=4),
+    "LBFGS, strong Wolfe": lambda params: optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
     "Muon": lambda params: optim.Muon([p for p in params if p.ndim == 2]),
     "NAdam": optim.NAdam,
     "RAdam": optim.RAdam,
@@ -365,6 +379,23 @@ def test_hooks_of_an_optimizer_run_and_have_the_last_word() -> None:
     assert_same(states[0]["exp_avg"], optimizers[0].state_dict()["state"][0]["exp_avg"])
 
 
+def test_an_optimizer_that_wraps_another_needs_no_hooks_of_its_own() -> None:
+    class Wrapper(optim.Optimizer):
+        def __init__(self, inner: optim.Optimizer) -> None:
+            self.inner = inner
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("state_dict", "load_state_dict", "state", "param_groups"):
+                return getattr(object.__getattribute__(self, "inner"), name)
+            return object.__getattribute__(self, name)
+
+    models = Net(1), Net(2)
+    optimizers = [optim.AdamW(model.parameters()) for model in models]
+    train(models[0], optimizers[0], 2)
+    ship(Wrapper(optimizers[0]), Wrapper(optimizers[1]))
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
 # Other objects.
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
@@ -436,6 +467,13 @@ def test_a_state_dict_may_be_anything_that_can_be_sent(state: object) -> None:
         target = Stateful(local)
         assert ship([Stateful(state), 1], [target, 0]).state == [target, 1]
         assert_same(target.state, state)
+
+
+def test_a_state_dict_that_is_an_object_itself_is_refused() -> None:
+    endless = Stateful()
+    endless.state = endless
+    with pytest.raises(torchferry.Unsendable, match="returned an object"):
+        serve({"o": endless}, version=1)
 
 
 def test_objects_are_found_at_any_depth_and_in_state_dicts_of_others() -> None:
@@ -589,6 +627,22 @@ def test_atomic_gives_everything_back_if_an_object_refuses_its_state() -> None:
     assert target["last"].loads == 0
 
 
+def test_an_interrupted_atomic_fetch_gives_everything_back() -> None:
+    class Interrupted(Stateful):
+        def load_state_dict(self, state: Any) -> None:
+            if state["n"] == 1:
+                raise KeyboardInterrupt
+            super().load_state_dict(state)
+
+    target = failing(2)
+    target["bad"] = Interrupted({"t": torch.full((2,), 2), "n": 2})
+    before = contents(target)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ship(failing(1), target, atomic=True)
+    assert caught.value.__notes__ == ["the earlier state was restored"]
+    assert_same(contents(target), before)
+
+
 def test_atomic_names_the_objects_that_do_not_take_their_earlier_state_back() -> None:
     target = failing(2, "not mine", "nor this")
     with pytest.raises(TargetTorn) as caught:
@@ -599,6 +653,16 @@ def test_atomic_names_the_objects_that_do_not_take_their_earlier_state_back() ->
     assert set(caught.value.untouched) >= {"plain", "net.weight", "first.t", "last.t"}
     assert target["plain"].tolist() == [2, 2]
     assert target["first"].state["n"] == 2
+
+
+def test_atomic_gives_objects_without_tensors_back() -> None:
+    target = [Stateful({"n": 2}), Stateful({"n": 2}, ["no"])]
+    with pytest.raises(torchferry.StateError, match="restored"):
+        ship([Stateful({"n": 1}), Stateful({"n": 1})], target, atomic=True)
+    assert [each.state for each in target] == [{"n": 2}, {"n": 2}]
+    with pytest.raises(TargetTorn) as caught:
+        ship([Stateful({"n": 1}), Stateful({"n": 1})], [Stateful({"n": 2}), Stateful({"n": 2}, ["no"])])
+    assert (caught.value.torn, caught.value.whole) == (("[1]",), ("[0]",))
 
 
 def test_atomic_gives_optimizers_and_copies_back_what_they_had() -> None:

@@ -104,7 +104,7 @@ def merge(
     """Merge two trees. Where both have a container, the merged one has the local type and the keys of both.
 
     A path that only the incoming tree has is added if `adds` says so. At a path that `varies`, the merged
-    tree is the incoming one, except where that has nothing at all.
+    tree is the incoming one.
     Leaves keep their local numbers. A leaf that only the incoming tree has gets the placeholder 0, which
     `rebuild_places` does not read.
     """
@@ -130,8 +130,7 @@ def merge(
         our_children = dict(_items(containers[0])) if ours is not None else {}
         their_children = dict(_items(containers[-1])) if theirs is not None else {}
         keys = tuple(their_children | our_children if varies(path) else our_children | their_children)
-        if theirs is not None:
-            keys = tuple(key for key in keys if key in their_children or not varies((*path, key)))
+        keys = tuple(key for key in keys if key in their_children or not varies((*path, key)))
         keys = tuple(key for key in keys if key in our_children or adds((*path, key)))
         children = tuple(add((*path, key), our_children.get(key), their_children.get(key)) for key in keys)
         # A list only has the keys 0 to n - 1. For other keys, the incoming container replaces a local list.

@@ -28,7 +28,7 @@ from torchferry.core.tree import format_path
 from torchferry.engine import metadata
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
-from torchferry.engine.loading import Loading
+from torchferry.engine.loading import Loading, is_below
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
 from torchferry.engine.remote import TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
@@ -200,8 +200,18 @@ class _Fetch(Phases):
         if options.atomic and target.loading is not None and target.loading.objects:
             target.loading.back_up(sink.written)
         self._enter(FetchState.RECEIVING)
-        self._receive(plan, needed, digests, landing)
-        state = self._assemble(target)
+        try:
+            self._receive(plan, needed, digests, landing)
+            # If this fails, it is not known which tensors are complete.
+            sink.unmark_whole()
+            state = target.assemble()
+            if target.loading is not None:
+                target.loading.load()
+        except BaseException as error:
+            explained = error if target.loading is None else self._undo(error, sink, target.loading)
+            if explained is error:
+                raise
+            raise explained from explained.__cause__
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
@@ -348,23 +358,10 @@ class _Fetch(Phases):
         for source in self._sources.live():
             source.report_damage(needed[0], self._left_s())
 
-    def _assemble(self, target: Target) -> object:
-        """Build the state, and load its objects. What fails here is undone if there is a copy."""
-        sink, loading = target.sink, target.loading
-        try:
-            # If this fails, it is not known which tensors are complete.
-            sink.unmark_whole()
-            state = target.assemble()
-            if loading is not None:
-                loading.load()
-            return state
-        except BaseException as error:
-            if loading is None or not (loading.started or loading.can_undo):
-                raise
-            raise self._undo(error, sink, loading) from error.__cause__
-
     def _undo(self, error: BaseException, sink: Sink, loading: Loading) -> BaseException:
         """Give the earlier state back, if there is a copy; return the error, which says what is torn."""
+        if not loading.started and not (loading.can_undo and sink.has_written):
+            return error
         sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
         if not loading.can_undo:
             torn = [path for path in loading.objects if not loading.is_loaded(path)]
@@ -373,14 +370,16 @@ class _Fetch(Phases):
             return error
         failures = loading.undo()
         sink.increment_versions()
-        restored = sink.outcome(lambda path: not any(path[: len(each)] == each for each in failures)).whole
-        self._outcome = Outcome((), tuple(map(format_path, failures)), restored)
-        more = "; the earlier state was restored"
+        restored = "the earlier state was restored"
         if failures:
-            more += f", except that {', '.join(failures.values())}"
+            untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
+            self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
+            restored += f", except that {', '.join(failures.values())}"
+        else:
+            self._sink = None
         if isinstance(error, FerryError):
-            return error.with_context(more=more)
-        error.add_note(more.removeprefix("; "))
+            return error.with_context(more=f"; {restored}")
+        error.add_note(restored)
         return error
 
     def _confirm(self, grant: Grant) -> bool:

@@ -32,7 +32,7 @@ class Loading:
 
     def lacking(self) -> list[Path]:
         """List the objects for which nothing is received, nor for an object that they belong to."""
-        return [path for path in self._local.objects if not _is_below(path, self.objects)]
+        return [path for path in self._local.objects if not is_below(path, self.objects)]
 
     def place(self, path: Path, built: object) -> object:
         """Keep what was built at the path of an object, and return the object in its place."""
@@ -56,7 +56,7 @@ class Loading:
     def is_loaded(self, path: Path) -> bool:
         """Return whether a path is in no object, or only in objects that were loaded before one failed."""
         done = [self.objects[each] for each in self.started[:-1]]
-        return not _is_below(path, [each for each, read in self.objects.items() if read not in done])
+        return not is_below(path, [each for each, read in self.objects.items() if read not in done])
 
     # With atomic=True.
 
@@ -96,6 +96,6 @@ class Loading:
         return f"{format_path(path)} ({type(self.objects[path].value).__qualname__})"
 
 
-def _is_below(path: Path, others: Collection[Path]) -> bool:
+def is_below(path: Path, others: Collection[Path]) -> bool:
     """Return whether a path is one of several, or below one of them."""
     return any(path[:depth] in others for depth in range(len(path) + 1))

@@ -10,6 +10,7 @@ copied, as fused and quantized modules do, reach the object the same way.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -78,6 +79,7 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     found: dict[int, ReadObject] = {}
     # What was visited is kept alive, because another object could get its id.
     visited: dict[int, object] = {}
+    made: dict[int, object] = {}
     pending = [state]
     while pending:
         value = pending.pop()
@@ -85,8 +87,12 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
             continue
         visited[id(value)] = value
         if is_object(value):
-            found[id(value)] = _read_target(value) if is_target else ReadObject(value, value.state_dict())
-            pending.append(found[id(value)].state)
+            read = _read_target(value, made) if is_target else ReadObject(value, value.state_dict())
+            if is_object(read.state):
+                name = type(value).__qualname__
+                raise Unsendable(f"state_dict() of a {name} returned an object that has a state dict itself")
+            found[id(value)] = read
+            pending.append(read.state)
             continue
         parts = None
         # What can't be sent is reported when the state is described.
@@ -96,7 +102,8 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     return found
 
 
-def _read_target(value: Any) -> ReadObject:
+def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
+    """Read an object. `made` has the tensors that were made for those on the meta device, by their ids."""
     if isinstance(value, Optimizer):
         if any(param.is_meta for group in value.param_groups for param in group["params"]):
             raise BadArgument(
@@ -105,9 +112,10 @@ def _read_target(value: Any) -> ReadObject:
             )
     elif isinstance(value, Module) and any(t.is_meta for t in chain(value.parameters(), value.buffers())):
         earlier, state = value.state_dict(keep_vars=True), value.state_dict()
-        # One new tensor for each parameter, so that tied parameters stay tied.
-        made = {id(tensor): _materialized(tensor) for tensor in earlier.values()}
         for key, tensor in earlier.items():
+            # One for each parameter, in all modules, so that tied parameters stay tied.
+            if id(tensor) not in made:
+                made[id(tensor)] = _materialized(tensor)
             state[key] = made[id(tensor)]
         return ReadObject(value, state, earlier)
     return ReadObject(value, value.state_dict())
@@ -126,16 +134,20 @@ def _load_exactly(optimizer: Optimizer, state: Any) -> None:
     Hooks of the user run as always: these see the state dict after the user's, and the state before them.
     """
     seen: dict[str, Any] = {}
-    before = optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))
-    after = optimizer.register_load_state_dict_post_hook(lambda _: _undo_casts(optimizer, seen), prepend=True)
+    hooks: list[Any] = []
+    # A wrapper may never have initialized its base class, and has no hooks then.
+    with suppress(AttributeError):
+        hooks.append(optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.update(given)))
+        undo = partial(_undo_casts, seen)
+        hooks.append(optimizer.register_load_state_dict_post_hook(undo, prepend=True))
     try:
         optimizer.load_state_dict(state)
     finally:
-        before.remove()
-        after.remove()
+        for hook in hooks:
+            hook.remove()
 
 
-def _undo_casts(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+def _undo_casts(given: Mapping[str, Any], optimizer: Optimizer) -> None:
     # Parameters, and the numbers that they have in the state dict, in the same order.
     numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
