@@ -202,10 +202,12 @@ class _Fetch(Phases):
             if target.loading is not None:
                 target.loading.load()
         except BaseException as error:
-            explained = error if target.loading is None else self._undo(error, sink, target.loading)
-            if explained is error:
-                raise
-            raise explained from explained.__cause__
+            restored = "" if target.loading is None else self._undo(sink, target.loading)
+            if restored and isinstance(error, FerryError):
+                raise error.with_context(more=f"; {restored}") from error.__cause__
+            if restored:
+                error.add_note(restored)
+            raise
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
@@ -351,29 +353,24 @@ class _Fetch(Phases):
         for source in self._sources.live():
             source.report_damage(needed[0], self._left_s())
 
-    def _undo(self, error: BaseException, sink: Sink, loading: Loading) -> BaseException:
-        """Give the earlier state back, if there is a copy; return the error, which says what is torn."""
+    def _undo(self, sink: Sink, loading: Loading) -> str:
+        """Give the earlier state back, if there is a copy. Return what was restored; note what is torn."""
         if not loading.started and not (loading.can_undo and sink.has_written):
-            return error
+            return ""
         sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
         if not loading.can_undo:
             torn = [path for path in loading.objects if not loading.is_loaded(path)]
             whole = sink.outcome(loading.is_loaded).whole + tuple(map(format_path, loading.started[:-1]))
             self._outcome = Outcome(whole, tuple(map(format_path, torn)), ())
-            return error
+            return ""
         failures = loading.undo()
         sink.increment_versions()
-        restored = "the earlier state was restored"
-        if failures:
-            untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
-            self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
-            restored += f", except that {', '.join(failures.values())}"
-        else:
+        if not failures:
             self._sink = None
-        if isinstance(error, FerryError):
-            return error.with_context(more=f"; {restored}")
-        error.add_note(restored)
-        return error
+            return "the earlier state was restored"
+        untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
+        self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
+        return f"the earlier state was restored, except that {', '.join(failures.values())}"
 
     def _confirm(self, grant: Grant) -> bool:
         """Tell every source that was given that the fetch is complete, and return whether all know.
