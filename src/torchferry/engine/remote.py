@@ -29,7 +29,7 @@ from torchferry.errors import (
     PeerGaveUp,
 )
 from torchferry.links.address import Address
-from torchferry.links.http_client import HttpConnection
+from torchferry.links.http_client import HttpConnection, MemoryUnusable
 
 _MAX_ANSWER_BYTES = 64 << 10
 """The longest answer that is neither metadata nor chunks."""
@@ -45,10 +45,6 @@ TOO_SLOW = "the source was too slow, so the connection was closed"
 
 class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
-
-
-class MemoryUnusable(LinkBroken):
-    """Chunks can't come through memory. They may come over TCP."""
 
 
 Via = Literal["tcp", "memory"]
@@ -244,18 +240,27 @@ class RemoteSource:
             raise Corrupted(["metadata"])
         return manifest, pull.decode_digests(digests)
 
-    def request_chunks(
-        self, connection: HttpConnection, chunks: range, nbytes: int, timeout_s: float
-    ) -> None:
-        """Ask for a range of chunks. The caller then reads `nbytes` bytes."""
+    def max_ahead(self, connection: HttpConnection) -> int:
+        """Return how many ranges of chunks may be asked for before the first of them was read."""
+        # While bytes come through a ring, this end sends only signals.
+        is_live = self.grant is not None and not self.grant.snapshot
+        return 1 if connection.is_local and is_live else pull.MAX_AHEAD
+
+    def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
+        """Ask for a range of chunks."""
         path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
-        head = connection.request("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        connection.send("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+
+    def begin_chunks(self, connection: HttpConnection, nbytes: int) -> None:
+        """Begin to read the chunks that were asked for first. The caller then reads `nbytes` bytes."""
+        head = connection.read_head()
         if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
             try:
-                connection.use_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
-            except (OSError, BadManifest) as failure:
-                raise MemoryUnusable(getattr(failure, "strerror", None) or str(failure)) from None
+                offset = decode_value(answer, pull.in_memory_decoder).offset
+            except BadManifest as error:
+                raise MemoryUnusable(error.what) from None
+            connection.use_memory(offset, nbytes)
             return
         if head.status != pull.OK:
             error = _error_of(head.status, connection.read(min(head.nbytes, _MAX_ANSWER_BYTES)))
