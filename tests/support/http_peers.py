@@ -106,7 +106,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
 
 
 def read_message(sock: socket.socket) -> bytes | None:
-    """Read one request with its body, and nothing of the next one; None if the client closed the connection."""
+    """Read one request with its body, and nothing of the next one; None if the connection was closed."""
     data = b""
     while b"\r\n\r\n" not in data:
         received = sock.recv(1 << 16, socket.MSG_PEEK)

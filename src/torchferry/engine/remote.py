@@ -64,7 +64,7 @@ class RemoteSource:
 
     `peer_s` is given if it is another receiver, which serves what it has: how long it may be silent.
     `port_at(host)` returns the port at which this process reshares, given its own address towards the source.
-    `open` keeps both in `own_address`.
+    `open` keeps both in `own_address`. `heard_s` is when bytes of its metadata arrived last.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -91,6 +91,7 @@ class RemoteSource:
         self.report = SourceReport()
         self.grant: Grant | None = None
         self.error: FerryError | None = None
+        self.heard_s = 0.0
         self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
         # Loading the certificates of the system takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
@@ -224,17 +225,20 @@ class RemoteSource:
                 raise PeerError(reason)
             self.grant = grant
 
-    def metadata(self, timeout_s: float) -> tuple[bytes, tuple[int, ...]]:
-        """Read the manifest and the digests of all chunks."""
+    def metadata(self, silent_s: float) -> tuple[bytes, tuple[int, ...]]:
+        """Read the manifest and the digests of all chunks; raises LinkTimeout after `silent_s` of silence."""
         grant = self.grant
         assert grant is not None, "the source granted a lease"
         limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
         # On a connection of its own: after a timeout, a late answer must not be taken for that to the next.
-        with self._connected(timeout_s) as connection:
-            manifest, digests = (
-                self._ask(connection, "GET", self._path(what), timeout_s, max_bytes=max_bytes)[1]
-                for what, max_bytes in limits.items()
-            )
+        with self._connected(silent_s) as connection:
+            try:
+                manifest, digests = (
+                    self._ask(connection, "GET", self._path(what), silent_s, max_bytes=max_bytes)[1]
+                    for what, max_bytes in limits.items()
+                )
+            finally:
+                self.heard_s = connection.heard_s
         found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
             raise Corrupted(["metadata"])
@@ -258,8 +262,8 @@ class RemoteSource:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
             try:
                 offset = decode_value(answer, pull.in_memory_decoder).offset
-            except BadManifest as error:
-                raise MemoryUnusable(error.what) from None
+            except BadManifest as failure:
+                raise MemoryUnusable(failure.what) from None
             connection.use_memory(offset, nbytes)
             return
         if head.status != pull.OK:

@@ -46,8 +46,7 @@ MAX_GUESTS = 512
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
 SEND_S = 60.0
-"""How long a connection with the token may take for _SEND_BYTES of an answer, or for more of a request."""
-_SEND_BYTES = 1 << 20
+"""How long a connection with the token may take no bytes of an answer, or send no more of a request."""
 MAX_CONNECTIONS = 1024
 """The most connections with the token."""
 _MAX_RINGS = 8
@@ -135,9 +134,9 @@ class _Connection:
         return bytes(body)
 
     def _send(self, data: memoryview) -> None:
-        # The timeout is for one call. In pieces, it does not pass while the client takes bytes.
-        for start in range(0, len(data), _SEND_BYTES):
-            self.sock.sendall(data[start : start + _SEND_BYTES])
+        # The timeout is for one call, so it does not pass while the client takes bytes, however slowly.
+        while data:
+            data = data[self.sock.send(data) :]
 
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
