@@ -110,8 +110,8 @@ class Schedule:
     def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
         """Return the chunks that a lane asks for next, out of `lanes` lanes; empty if none is left.
 
-        Towards the end, lanes ask for less, so that they finish at about the same time. Each may be asked for
-        two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
+        Towards the end, several lanes ask for less, so that they finish at about the same time. Each may be
+        asked for two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
         the other side may be silent if it is another receiver.
         """
         if not self._needed:
@@ -119,7 +119,8 @@ class Schedule:
         run = self._needed.popleft()
         nbytes = self._sizes[run.start]
         fast_bytes = nbytes * REQUEST_S / self._chunk_s if self._chunk_s else 0
-        limit = min(max(REQUEST_BYTES, fast_bytes), self._needed_bytes // (4 * lanes))
+        share = self._needed_bytes // (4 * lanes) if lanes > 1 else self._needed_bytes
+        limit = min(max(REQUEST_BYTES, fast_bytes), share)
         end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]

@@ -40,23 +40,23 @@ def test_nothing_is_needed_from_the_start_if_all_chunks_are_there() -> None:
 
 
 def test_a_lane_may_be_asked_ahead_and_delivers_in_order() -> None:
-    schedule = Schedule([1] * 16, range(16))
-    assert schedule.take(0, 1, 0.0) == range(4)
-    assert schedule.take(0, 1, 0.0) == range(4, 7)
+    schedule = Schedule([1] * 32, range(32))
+    assert schedule.take(0, 2, 0.0) == range(4)
+    assert schedule.take(0, 2, 0.0) == range(4, 7)
     with pytest.raises(AssertionError, match="in the order"):
         schedule.landed(0, 1, 0.0)
     for chunk in range(7):
         schedule.landed(0, chunk, 0.0)
-    assert schedule.take(0, 1, 0.0) == range(7, 9)
+    assert schedule.take(0, 2, 0.0) == range(7, 10)
 
 
 def test_what_a_lane_was_asked_for_ahead_is_needed_again_if_it_is_given_up() -> None:
-    schedule = Schedule([1] * 16, range(16))
-    assert schedule.take(0, 1, 0.0) == range(4)
-    assert schedule.take(0, 1, 0.0) == range(4, 7)
+    schedule = Schedule([1] * 32, range(32))
+    assert schedule.take(0, 2, 0.0) == range(4)
+    assert schedule.take(0, 2, 0.0) == range(4, 7)
     schedule.landed(0, 0, 0.0)
     schedule.give_up(0)
-    assert schedule.take(1, 1, 0.0) == range(1, 4), "a quarter of the fifteen chunks that are left"
+    assert schedule.take(1, 2, 0.0) == range(1, 4), "an eighth of the 31 chunks that are left"
 
 
 def test_a_fast_lane_asks_for_as_much_as_it_delivers_in_a_moment() -> None:
@@ -70,8 +70,8 @@ def test_a_fast_lane_asks_for_as_much_as_it_delivers_in_a_moment() -> None:
 
 
 def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
-    schedule = Schedule([1] * 32, range(32))
-    assert schedule.take(0, 1, 0.0) == range(8)
+    schedule = Schedule([1] * 64, range(64))
+    assert schedule.take(0, 2, 0.0) == range(8)
     schedule.landed(0, 0, 0.0)
     schedule.give_up(0)
     assert not schedule.is_done
@@ -147,7 +147,7 @@ def test_on_a_slow_network_other_receivers_may_be_silent_for_longer() -> None:
 
 def test_an_idle_lane_is_never_overdue() -> None:
     schedule = Schedule([1, 1], range(2))
-    schedule.take(0, 1, 0.0)
+    schedule.take(0, 2, 0.0)
     schedule.landed(0, 0, 0.1)
     schedule.heard(0, 0.2)
     schedule.heard(5, 0.2)
