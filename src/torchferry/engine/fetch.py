@@ -15,6 +15,8 @@ from itertools import count
 from math import inf
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
 from torchferry.core.machine import Machine
@@ -177,14 +179,13 @@ class _Fetch(Phases):
         local = None
         if options.local_state is not None:
             state = options.local_state()
-            # In this thread, because objects are the user's code.
             local = self._in_thread(describe_target, state, read_objects(state, is_target=True))
         grant = self._choose()
         self._enter(FetchState.MANIFEST)
         grant, encoded, digests = self._read_metadata(grant)
         self._enter(FetchState.COMPARING)
         plan = self._in_thread(self._plan, encoded, digests, grant)
-        target = self._target(encoded, plan, local)
+        target = self._in_thread(self._target, encoded, plan, local)
         self._sink = sink = target.sink
         needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
         landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
@@ -198,8 +199,9 @@ class _Fetch(Phases):
             self._receive(plan, needed, digests, landing)
             # If this fails, it is not known which tensors are complete.
             sink.unmark_whole()
-            state = target.assemble()
+            state = self._in_thread(target.assemble, finish=True)
             if target.loading is not None:
+                # In this thread, because objects are the user's code.
                 target.loading.load()
         except BaseException as error:
             restored = "" if target.loading is None else self._undo(sink, target.loading)
@@ -249,15 +251,16 @@ class _Fetch(Phases):
 
         If no source delivers those of the chosen version, choose again among the others.
         """
-        sources, began_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
+        sources, heard_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
         for attempt in count():
             for source in sources.serving():
                 # Another source may be faster.
                 patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else self._left_s()
-                patience_s = min(patience_s, self._left_s(), stall_s or patience_s)
+                patience_s = min(patience_s, self._left_s())
                 try:
                     until_s = time.monotonic() + patience_s
-                    manifest, digests = self._in_thread(source.metadata, patience_s, until_s=until_s)
+                    silent_s = min(patience_s, stall_s or inf)
+                    manifest, digests = self._in_thread(source.metadata, silent_s, until_s=until_s)
                     encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
                     # Planned with the sizes that this source planned with.
@@ -268,7 +271,8 @@ class _Fetch(Phases):
                     source.report.failures.append(error.what)
                 except (LinkError, PeerError) as error:
                     sources.lose(source, error)
-                if stall_s is not None and time.monotonic() > began_s + stall_s:
+                heard_s = max(heard_s, source.heard_s)
+                if stall_s is not None and time.monotonic() >= heard_s + stall_s:
                     raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
             if not sources.serving():
                 until_s = min(self._deadline_s, time.monotonic() + (stall_s or inf))
@@ -427,10 +431,12 @@ class _Fetch(Phases):
         """
         results: list[T] = []
         errors: list[BaseException] = []
+        is_inference = torch.is_inference_mode_enabled()  # of this thread
 
         def run() -> None:
             try:
-                results.append(work(*args))
+                with torch.inference_mode(is_inference):
+                    results.append(work(*args))
             except BaseException as error:
                 errors.append(error)
             with self._sources.changed:
@@ -484,15 +490,12 @@ class _Fetch(Phases):
 
     def stop(self, result: Result | None = None) -> None:
         """End everything. Tell the sources the result, if there is one."""
-        with self._sources.changed:
-            self._sources.is_over = True
-            self._sources.changed.notify_all()
+        self._sources.is_over = True
         if result is not None:
             granted = [source for source in self._sources.all if source.grant is not None]
             with suppress(FerryError):
                 self._sources.tell(granted, result, _FAILED_S)
-        for source in self._sources.all:
-            source.shut_down()
+        self._sources.shut_down()
 
     def forget_errors(self) -> None:
         """Forget all errors. They refer to frames, and these to what was fetched: a cycle would keep it."""
