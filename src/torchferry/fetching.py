@@ -79,7 +79,8 @@ def fetch(
         tls: a context for https: which certificates to trust, and a client certificate.
         max_metadata_bytes: the longest metadata that is accepted.
         on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
-            raises, the fetch ends with that exception.
+            raises, the fetch ends with that exception. With `atomic`, it is not called while the verified
+            state is being written, because nothing but Ctrl-C may end the fetch then; Ctrl-C waits for it.
         reshare: serve verified chunks to other receivers that reshare, and fetch from these where possible.
             The source then sends the state about once in all. True listens on the interface through which
             the source was reached. A Source uses its port; with TLS, it must be a Source.

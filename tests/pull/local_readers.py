@@ -42,7 +42,8 @@ class LocalReader:
     def request(self, first: int, end: int, nbytes: int, connection: HttpConnection | None = None) -> None:
         """Ask for chunks. Those of a snapshot are mapped then."""
         asks = connection or self.connections[0]
-        self.remote.request_chunks(asks, range(first, end), nbytes, TIMEOUT_S)
+        self.remote.request_chunks(asks, range(first, end), TIMEOUT_S)
+        self.remote.begin_chunks(asks, nbytes)
 
     def read(self, nbytes: int) -> bytes:
         """Read bytes of the chunks that were requested."""

@@ -27,7 +27,8 @@ class SlowReader:
 
     def request(self, first: int, end: int, nbytes: int) -> None:
         """Ask for chunks, without reading them."""
-        self.remote.request_chunks(self._connection, range(first, end), nbytes, TIMEOUT_S)
+        self.remote.request_chunks(self._connection, range(first, end), TIMEOUT_S)
+        self.remote.begin_chunks(self._connection, nbytes)
 
     def read(self, nbytes: int) -> bytes:
         """Read bytes of the chunks that were requested."""

@@ -166,6 +166,22 @@ def test_progress_is_reported_ten_times_a_second_while_nothing_comes() -> None:
     assert {event.phase for event in events} == {"wait"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True])
+def test_progress_is_reported_ten_times_a_second_while_many_tensors_are_compared(in_place: bool) -> None:
+    state = {f"tensor {number}": torch.zeros(2) for number in range(50_000)}
+    times_s: list[tuple[str, float]] = []
+
+    def note(event: ProgressEvent) -> None:
+        times_s.append((event.phase, time.monotonic()))
+
+    with serve(state, version=1) as source:
+        fetch(source.address, {**state} if in_place else None, on_progress=note)
+    gaps = [(after[0], after[1] - before[1]) for before, after in itertools.pairwise(times_s)]
+    # 0.1 s, and a moment for the thread to be scheduled on a busy machine.
+    assert max(gap for _, gap in gaps) < 0.25, sorted(gaps, key=lambda gap: -gap[1])[:5]
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_exception_in_on_progress_ends_the_fetch_and_propagates(in_place: bool) -> None:
     def fail(event: ProgressEvent) -> None:

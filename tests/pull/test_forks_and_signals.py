@@ -309,3 +309,32 @@ def _sockets() -> set[str]:
 def test_the_longest_timeout_is_no_problem() -> None:
     with torchferry.serve({"w": torch.zeros(10)}, 1) as source:
         assert torchferry.fetch(source.address, timeout=timedelta.max).version == 1
+
+
+_EXIT_DURING_A_FETCH = """
+import sys, threading, torch, torchferry
+
+begun = threading.Event()
+# Strided, so that every chunk is copied by torch.
+into = {"w": torch.zeros(2, 1 << 24).t()}
+
+def run():
+    while True:
+        torchferry.fetch(sys.argv[1], into, compare=False, on_progress=note)
+
+def note(event):
+    if event.bytes_moved:
+        begun.set()
+
+threading.Thread(target=run, daemon=True).start()
+assert begun.wait(60)
+"""
+
+
+def test_a_process_that_ends_during_a_fetch_of_a_daemon_thread_does_not_abort() -> None:
+    with torchferry.serve({"w": torch.zeros(1 << 24, 2)}, 1) as source:
+        for _ in range(4):
+            ended = subprocess.run(
+                [sys.executable, "-c", _EXIT_DURING_A_FETCH, source.address], capture_output=True, timeout=60
+            )
+            assert (ended.returncode, ended.stderr) == (0, b"")

@@ -54,9 +54,8 @@ from tests.support.pull import (
 from tests.support.solo import Solos
 from torchferry import fetch, serve, serving
 from torchferry.core import leases
-from torchferry.engine import serve as serve_engine
 from torchferry.errors import FerryError, SourcesLost
-from torchferry.links import shared_memory, sockets
+from torchferry.links import http_server, shared_memory, sockets
 from torchferry.links.address import parse_address
 from torchferry.links.shared_memory import SharedBlock
 
@@ -587,9 +586,9 @@ def test_a_live_state_that_changes_during_a_fetch_is_never_a_mixture(verify: boo
         assert any(exchange.is_local for exchange in proxy.requests)
 
 
-def test_the_buffers_of_live_states_are_limited_and_freed() -> None:
+def test_the_rings_of_live_states_are_limited_and_freed() -> None:
     state = filled(7, 64 * MIB)
-    limit = serve_engine._MAX_BUFFER_BYTES // (8 * MIB)
+    limit = http_server._MAX_RINGS
     with serve(state, 1, snapshot=False) as source, LocalReader(source) as reader:
         reader.connections += [reader.connect() for _ in range(limit + 1)]
         before = sum("/memfd:torchferry" in each for each in shared_memory_of())
@@ -597,11 +596,12 @@ def test_the_buffers_of_live_states_are_limited_and_freed() -> None:
             reader.request(0, 8, 8 * MIB, connection)
             assert (reader.file(connection) is not None) == (number < limit)
             assert connection.read(8 * MIB) == bytes([7]) * 8 * MIB
-        # The same connections use the same buffers again.
+        # The same connections use the same rings again.
         for connection in reader.connections[:limit]:
             file = reader.inode(connection)
             reader.request(8, 16, 8 * MIB, connection)
             assert reader.inode(connection) == file
+            connection.read(8 * MIB)
         # One that is gone leaves room for the next.
         reader.connections.pop(0).close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,9 @@ from torch.optim import lr_scheduler as lrs
 import torchferry
 from tests.support.equality import assert_same
 from torchferry import Fetched, StateMismatch, TargetTorn, fetch, serve
+from torchferry.engine.fetch import _Fetch
+from torchferry.engine.landing import Landing
+from torchferry.engine.loading import Loading
 
 
 def ship(state: object, into: Any, **options: Any) -> Fetched:
@@ -695,6 +699,18 @@ def test_atomic_gives_a_module_back_to_the_meta_device() -> None:
         ship([nn.Linear(2, 2), Stateful({"n": 1})], [net, Stateful({"n": 1}, ["no"])], atomic=True)
     assert net.weight.is_meta
     assert net.weight is weight
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_failed_load_keeps_nothing_in_memory(atomic: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(torchferry.StateError):
+            ship(failing(1), failing(2, "no"), atomic=atomic)
+        assert not [each for each in gc.get_objects() if type(each) in (_Fetch, Landing, Loading)]
+    finally:
+        gc.enable()
 
 
 def test_the_report_counts_the_memory_of_the_copies() -> None:

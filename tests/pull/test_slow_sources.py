@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import torchferry
+from tests.support.proxy import Exchange
+from tests.support.proxy import Proxy as DetailedProxy
 
 Watch = Callable[[bytes], None]
 """Called with what a receiver sends, before it is forwarded."""
@@ -133,3 +135,54 @@ def test_a_source_that_accepts_and_never_answers_is_a_stall() -> None:
         with pytest.raises(torchferry.LinkStalled):
             torchferry.fetch(address, timeout=20, stall_timeout=0.2)
         assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_metadata_that_trickles_in_is_not_a_stall(others: int) -> None:
+    """It takes longer than `stall_timeout` in all, but is never silent for so long."""
+    state = {f"layer {number}": torch.zeros(4) for number in range(200)}
+    with torchferry.serve(state, version=1) as source, DetailedProxy(source.address, trickle) as slow:
+        dead = [f"http://127.0.0.1:{unused_port()}/#0123456789abcdef"] * others
+        got = torchferry.fetch([slow.address, *dead], timeout=20, stall_timeout=0.5)
+    assert len(got.state) == 200
+    assert got.report.phases_s["receive metadata"] > 0.6
+
+
+def test_metadata_that_stops_in_the_middle_is_a_stall() -> None:
+    def stop(exchange: Exchange) -> None:
+        if exchange.step != "manifest":
+            exchange.relay()
+            return
+        exchange.send_request(exchange.request)
+        exchange.receive_head()
+        exchange.send_head(exchange.head)
+        exchange.relay_body(100)
+        exchange.hold()
+
+    state = {f"layer {number}": torch.zeros(4) for number in range(200)}
+    with torchferry.serve(state, version=1) as source, DetailedProxy(source.address, stop) as slow:
+        began_s = time.monotonic()
+        with pytest.raises(torchferry.LinkStalled, match="no metadata arrived"):
+            torchferry.fetch(slow.address, timeout=20, stall_timeout=0.3)
+        assert time.monotonic() - began_s < 5.0
+
+
+def trickle(exchange: Exchange) -> None:
+    """Relay the manifest in eight pieces, one every 0.1 s."""
+    if exchange.step != "manifest":
+        exchange.relay()
+        return
+    exchange.send_request(exchange.request)
+    exchange.receive_head()
+    exchange.send_head(exchange.head)
+    piece = exchange.body_bytes // 8
+    never = threading.Event()
+    for _ in range(8):
+        never.wait(0.1)
+        exchange.relay_body(piece)
+    exchange.relay_body()
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -101,16 +102,39 @@ class Server:
         self.ended(number)
 
 
+_LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
+
+
+def read_message(sock: socket.socket) -> bytes | None:
+    """Read one request with its body, and nothing of the next one; None if the connection was closed."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        received = sock.recv(1 << 16, socket.MSG_PEEK)
+        if not received:
+            return None
+        # All of it, or what it has of the head.
+        end = (data + received).find(b"\r\n\r\n")
+        data += sock.recv(len(received) if end < 0 else end + 4 - len(data))
+    length = _LENGTH.search(data)
+    end = data.index(b"\r\n\r\n") + 4 + (int(length[1]) if length else 0)
+    while len(data) < end:
+        received = sock.recv(end - len(data))
+        if not received:
+            return None
+        data += received
+    return data
+
+
 def _read_request(sock: socket.socket, number: int) -> Asked:
     parser = h11.Connection(h11.SERVER)
+    message = read_message(sock)
+    if message is None:
+        raise ConnectionError("the client closed the connection")
+    parser.receive_data(message)
     head, body = None, b""
     while True:
         event = parser.next_event()
-        if event is h11.NEED_DATA:
-            if not (data := sock.recv(1 << 16)):
-                raise ConnectionError("the client closed the connection")
-            parser.receive_data(data)
-        elif isinstance(event, h11.Request):
+        if isinstance(event, h11.Request):
             head = event
         elif isinstance(event, h11.Data):
             body += event.data

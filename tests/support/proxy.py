@@ -26,8 +26,11 @@ from typing import Self
 import msgspec
 import torch
 
+from tests.support.http_peers import read_message
 from torchferry.links import sockets
 from torchferry.links.address import Address, parse_address
+from torchferry.links.http import RING_HEADER
+from torchferry.links.ring import MAX_SLOT_BYTES
 from torchferry.links.shared_memory import SharedBlock, close_all
 
 _PIECE_BYTES = 64 << 10
@@ -135,6 +138,9 @@ class Exchange:
 
     def relay_body(self, nbytes: int | None = None) -> None:
         """Relay so many bytes of the body, or all that are left, at the rate of the proxy."""
+        if RING_HEADER.lower().encode() in self.head.lower():
+            self._relay_signals(-(-self._left_bytes // MAX_SLOT_BYTES))
+            return
         left = self._left_bytes if nbytes is None else nbytes
         while left:
             rate = self._proxy.rate
@@ -148,6 +154,18 @@ class Exchange:
             if rate is not None:
                 self._proxy.closed.wait(len(data) / rate)
 
+    def _relay_signals(self, slots: int) -> None:
+        """Relay the signals of both ends of a ring until all slots were filled and copied."""
+        due = {self._client: slots, self._server: slots}
+        while any(due.values()):
+            self._raise_if_ended()
+            for sock in select.select([sock for sock in due if due[sock]], [], [], 0.02)[0]:
+                signals = sock.recv(due[sock])
+                if not signals:
+                    raise Ended
+                due[sock] -= len(signals)
+                (self._client if sock is self._server else self._server).sendall(signals)
+
     def relay_changed_byte(self) -> None:
         """Relay the next byte of the body with its bits inverted."""
         self._wait()
@@ -158,7 +176,8 @@ class Exchange:
     def hold(self, until: threading.Event | None = None) -> None:
         """Relay nothing until an event, or until the receiver closes the connection."""
         while until is None or not until.is_set():
-            self._look([self._client])
+            self._raise_if_ended()
+            self._proxy.closed.wait(0.02)
 
     def reset(self) -> None:
         """Reset both connections."""
@@ -181,9 +200,8 @@ class Exchange:
         """Send to the receiver; raises Ended if it closes the connection, even if it takes no bytes."""
         rest = memoryview(data)
         while rest:
-            readable, writable, _ = select.select([self._client], [self._client], [], 0.02)
-            if readable or self._proxy.closed.is_set():
-                raise Ended
+            _, writable, _ = select.select([], [self._client], [], 0.02)
+            self._raise_if_ended()
             if writable and self._descriptors:
                 rest = rest[socket.send_fds(self._client, [rest], self._descriptors) :]
                 self._forget_descriptors()
@@ -210,15 +228,16 @@ class Exchange:
 
     def _wait(self) -> None:
         """Wait until the source sends; raises Ended if the receiver closes the connection."""
-        while not self._look([self._client, self._server]):
-            pass
+        while not select.select([self._server], [], [], 0.02)[0]:
+            self._raise_if_ended()
+        self._raise_if_ended()
 
-    def _look(self, socks: list[socket.socket]) -> bool:
-        """Wait a moment for one of the sockets; raises Ended if the receiver closed its connection."""
-        readable, _, _ = select.select(socks, [], [], 0.02)
-        if self._client in readable or self._proxy.closed.is_set():
+    def _raise_if_ended(self) -> None:
+        """Raise Ended if the receiver closed its connection. It may have sent its next request before."""
+        poll = select.poll()
+        poll.register(self._client, select.POLLRDHUP)
+        if poll.poll(0) or self._proxy.closed.is_set():
             raise Ended
-        return bool(readable)
 
 
 class Proxy:
@@ -346,25 +365,8 @@ class Proxy:
             if server in readable:
                 return None
             if client in readable:
-                return _read_message(client)
+                return read_message(client)
         return None
-
-
-def _read_message(sock: socket.socket) -> bytes | None:
-    data = bytearray()
-    while b"\r\n\r\n" not in data:
-        received = sock.recv(_PIECE_BYTES)
-        if not received:
-            return None
-        data += received
-    length = _LENGTH.search(data)
-    end = data.index(b"\r\n\r\n") + 4 + (int(length[2]) if length else 0)
-    while len(data) < end:
-        received = sock.recv(end - len(data))
-        if not received:
-            return None
-        data += received
-    return bytes(data)
 
 
 def with_longer_length(message: bytes) -> bytes:

@@ -36,6 +36,9 @@ ALIVE_S = 10.0
 ANSWERS_S = 1.0
 """How long a fetch waits for the other sources after the first has granted a lease."""
 
+MAX_AHEAD = 2
+"""For how many ranges of chunks a receiver asks on one connection before it has read the first of them."""
+
 MAX_PEERS = 8
 """How many other receivers a source names in a grant."""
 

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 REQUEST_BYTES = 8 << 20
-"""How much a lane asks for at once: enough that the time for a request does not matter."""
+"""How much a lane asks for at once, unless that takes less than REQUEST_S. A slow source that has been asked
+for more could hold up the end."""
+
+REQUEST_S = 0.02
+"""How long the answer to a request should take at least, so that the time for the request does not matter."""
 
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
@@ -104,25 +108,28 @@ class Schedule:
         return bool(self._needed)
 
     def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
-        """Return the chunks that an idle lane asks for now, out of `lanes` lanes; empty if none is left.
+        """Return the chunks that a lane asks for next, out of `lanes` lanes; empty if none is left.
 
-        Towards the end, lanes ask for less, so that they finish at about the same time. `peer_s` is how long
+        Towards the end, several lanes ask for less, so that they finish at about the same time. Each may be
+        asked for two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
         the other side may be silent if it is another receiver.
         """
-        assert lane not in self._asked, "a lane delivers what it was asked for before it takes more"
         if not self._needed:
             return range(0)
-        limit = min(REQUEST_BYTES, self._needed_bytes // (2 * lanes))
         run = self._needed.popleft()
-        end = run.start + 1
         nbytes = self._sizes[run.start]
+        fast_bytes = nbytes * REQUEST_S / self._chunk_s if self._chunk_s else 0
+        share = self._needed_bytes // (4 * lanes) if lanes > 1 else self._needed_bytes
+        limit = min(max(REQUEST_BYTES, fast_bytes), share)
+        end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]
             end += 1
         if end < run.stop:
             self._needed.appendleft(range(end, run.stop))
         self._needed_bytes -= nbytes
-        self._asked[lane] = _Asked(deque(range(run.start, end)), now_s, now_s, peer_s)
+        asked = self._asked.setdefault(lane, _Asked(deque(), now_s, now_s, peer_s))
+        asked.chunks.extend(range(run.start, end))
         return range(run.start, end)
 
     def heard(self, lane: int, heard_s: float) -> None:

@@ -15,6 +15,8 @@ from itertools import count
 from math import inf
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
 from torchferry.core.machine import Machine
@@ -182,14 +184,13 @@ class _Fetch(Phases):
         local = None
         if options.local_state is not None:
             state = options.local_state()
-            # In this thread, because objects are the user's code.
             local = self._in_thread(describe_target, state, read_objects(state, is_target=True))
         grant = self._choose()
         self._enter(FetchState.MANIFEST)
         grant, encoded, digests = self._read_metadata(grant)
         self._enter(FetchState.COMPARING)
         plan = self._in_thread(self._plan, encoded, digests, grant)
-        target = self._target(encoded, plan, local)
+        target = self._in_thread(self._target, encoded, plan, local)
         self._sink = sink = target.sink
         needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
         options.gate()
@@ -204,14 +205,17 @@ class _Fetch(Phases):
             self._receive(plan, needed, digests, landing)
             # If this fails, it is not known which tensors are complete.
             sink.unmark_whole()
-            state = target.assemble()
+            state = self._in_thread(target.assemble, finish=True)
             if target.loading is not None:
+                # In this thread, because objects are the user's code.
                 target.loading.load()
         except BaseException as error:
-            explained = error if target.loading is None else self._undo(error, sink, target.loading)
-            if explained is error:
-                raise
-            raise explained from explained.__cause__
+            restored = "" if target.loading is None else self._undo(sink, target.loading)
+            if restored and isinstance(error, FerryError):
+                raise error.with_context(more=f"; {restored}") from error.__cause__
+            if restored:
+                error.add_note(restored)
+            raise
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
@@ -253,15 +257,16 @@ class _Fetch(Phases):
 
         If no source delivers those of the chosen version, choose again among the others.
         """
-        sources, began_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
+        sources, heard_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
         for attempt in count():
             for source in sources.serving():
                 # Another source may be faster.
                 patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else self._left_s()
-                patience_s = min(patience_s, self._left_s(), stall_s or patience_s)
+                patience_s = min(patience_s, self._left_s())
                 try:
                     until_s = time.monotonic() + patience_s
-                    manifest, digests = self._in_thread(source.metadata, patience_s, until_s=until_s)
+                    silent_s = min(patience_s, stall_s or inf)
+                    manifest, digests = self._in_thread(source.metadata, silent_s, until_s=until_s)
                     encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
                     # Planned with the sizes that this source planned with.
@@ -272,7 +277,8 @@ class _Fetch(Phases):
                     source.report.failures.append(error.what)
                 except (LinkError, PeerError) as error:
                     sources.lose(source, error)
-                if stall_s is not None and time.monotonic() > began_s + stall_s:
+                heard_s = max(heard_s, source.heard_s)
+                if stall_s is not None and time.monotonic() >= heard_s + stall_s:
                     raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
             if not sources.serving():
                 until_s = min(self._deadline_s, time.monotonic() + (stall_s or inf))
@@ -358,29 +364,24 @@ class _Fetch(Phases):
         for source in self._sources.live():
             source.report_damage(needed[0], self._left_s())
 
-    def _undo(self, error: BaseException, sink: Sink, loading: Loading) -> BaseException:
-        """Give the earlier state back, if there is a copy; return the error, which says what is torn."""
+    def _undo(self, sink: Sink, loading: Loading) -> str:
+        """Give the earlier state back, if there is a copy. Return what was restored; note what is torn."""
         if not loading.started and not (loading.can_undo and sink.has_written):
-            return error
+            return ""
         sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
         if not loading.can_undo:
             torn = [path for path in loading.objects if not loading.is_loaded(path)]
             whole = sink.outcome(loading.is_loaded).whole + tuple(map(format_path, loading.started[:-1]))
             self._outcome = Outcome(whole, tuple(map(format_path, torn)), ())
-            return error
+            return ""
         failures = loading.undo()
         sink.increment_versions()
-        restored = "the earlier state was restored"
-        if failures:
-            untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
-            self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
-            restored += f", except that {', '.join(failures.values())}"
-        else:
+        if not failures:
             self._sink = None
-        if isinstance(error, FerryError):
-            return error.with_context(more=f"; {restored}")
-        error.add_note(restored)
-        return error
+            return "the earlier state was restored"
+        untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
+        self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
+        return f"the earlier state was restored, except that {', '.join(failures.values())}"
 
     def _confirm(self, grant: Grant) -> bool:
         """Tell every source that was given that the fetch is complete, and return whether all know.
@@ -437,10 +438,12 @@ class _Fetch(Phases):
         """
         results: list[T] = []
         errors: list[BaseException] = []
+        is_inference = torch.is_inference_mode_enabled()  # of this thread
 
         def run() -> None:
             try:
-                results.append(work(*args))
+                with torch.inference_mode(is_inference):
+                    results.append(work(*args))
             except BaseException as error:
                 errors.append(error)
             with self._sources.changed:
@@ -494,15 +497,12 @@ class _Fetch(Phases):
 
     def stop(self, result: Result | None = None) -> None:
         """End everything. Tell the sources the result, if there is one."""
-        with self._sources.changed:
-            self._sources.is_over = True
-            self._sources.changed.notify_all()
+        self._sources.is_over = True
         if result is not None:
             granted = [source for source in self._sources.all if source.grant is not None]
             with suppress(FerryError):
                 self._sources.tell(granted, result, _FAILED_S)
-        for source in self._sources.all:
-            source.shut_down()
+        self._sources.shut_down()
 
     def forget_errors(self) -> None:
         """Forget all errors. They refer to frames, and these to what was fetched: a cycle would keep it."""

@@ -21,14 +21,12 @@ class History:
 
         If other tensors use that memory by now, the comparison only costs time.
         """
-        known = set()
+        keys = [(each.storage.data_ptr() + each.base, each.storage.nbytes()) for each in local.memories]
         with self._lock:
-            for number, memory in enumerate(local.memories):
-                key = memory.storage.data_ptr() + memory.base, memory.storage.nbytes()
-                if key in self._written:
-                    known.add(number)
-                    self._written.move_to_end(key)
-                self._written[key] = None
+            known = {number for number, key in enumerate(keys) if key in self._written}
+            for number in known:
+                self._written.pop(keys[number], None)
+            self._written.update(dict.fromkeys(keys))
             while len(self._written) > _MAX_STORAGES:
                 self._written.popitem(last=False)
         return known

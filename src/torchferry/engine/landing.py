@@ -7,6 +7,7 @@ import torch
 
 from torchferry.core.plan import Chunk
 from torchferry.engine.sink import Sink
+from torchferry.engine.source import view
 from torchferry.engine.workspace import Staging
 from torchferry.tensors.memory import new_block
 
@@ -25,6 +26,7 @@ class Landing:
         self._landed = threading.Condition(self._lock)
         self._missing = set(needed)
         self._serves_peers = True
+        self._staged: dict[int, torch.Tensor] = {}
         self._beside: dict[int, torch.Tensor] = {}
         self.extra_bytes = 0
         if atomic:
@@ -33,29 +35,31 @@ class Landing:
             block = new_block(self.extra_bytes, "the copy for atomic=True")
             self._beside = dict(zip(needed, block.split(sizes), strict=True)) if sizes else {}
 
-    def open(self, chunk: Chunk) -> torch.Tensor:
+    def open(self, chunk: Chunk) -> memoryview:
         """Return the memory that a chunk is received into: that of the state itself where possible."""
         if chunk.number in self._beside:
-            return self._beside[chunk.number]
-        with self._lock:
-            place = self.sink.direct_place(chunk, lambda device: device.type == "cpu")
-            if place is not None:
-                return self.sink.open(chunk, place)
-            return self._staging.take(chunk.nbytes, pinned=self.sink.pinned)
+            return view(self._beside[chunk.number])
+        place = self.sink.direct_place(chunk, lambda device: device.type == "cpu")
+        if place is not None:
+            return self.sink.open_view(chunk, place)
+        # A chunk that arrived damaged is received again.
+        buffer = self._staged.get(chunk.number)
+        if buffer is None:
+            buffer = self._staged[chunk.number] = self._staging.take(chunk.nbytes, pinned=self.sink.pinned)
+        return view(buffer)
 
-    def write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def write(self, chunk: Chunk) -> None:
         """Write a chunk that was received, and verified unless that is off."""
+        staged = self._staged.pop(chunk.number, None)
         with self._lock:
-            is_kept = chunk.number in self._beside
-            was_staged = not is_kept and not self.sink.is_open(chunk)
-            if not is_kept:
-                self._write(chunk, buffer)
+            if chunk.number not in self._beside:
+                self._write(chunk, staged)
             self._missing.discard(chunk.number)
             self._landed.notify_all()
-        if was_staged:
-            self._staging.give_back(buffer)
+        if staged is not None:
+            self._staging.give_back(staged)
 
-    def _write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def _write(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
         self.sink.write(chunk, buffer)
         if self.sink.failure is not None:
             raise self.sink.failure

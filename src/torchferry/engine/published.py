@@ -24,6 +24,9 @@ from torchferry.tensors.describe import Description, describe
 from torchferry.tensors.memory import check_room, new_block
 from torchferry.tensors.objects import read_objects
 
+_READ_BYTES = 4 << 20
+"""A snapshot is read in pieces of this size."""
+
 
 class SnapshotBlock(NamedTuple):
     """The memory of a snapshot, which receivers on this machine can map if it is `shared`."""
@@ -90,11 +93,11 @@ class Published:
 
     def read(self, first: int, end: int) -> Iterator[memoryview]:
         """Yield the bytes of the chunks from `first` to `end`, in order."""
+        if self.block is not None:
+            yield from map(view, self.block.tensor[self.start(first) : self.start(end)].split(_READ_BYTES))
+            return
         for chunk in self.plan.chunks[first:end]:
-            stop = self._ends[chunk.number]
-            if self.block is not None:
-                yield view(self.block.tensor[stop - chunk.nbytes : stop])
-            elif self.source is not None:
+            if self.source is not None:
                 try:
                     buffer = self.source.read(chunk)
                 except StateError:

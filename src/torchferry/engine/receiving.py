@@ -2,8 +2,9 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64
 
@@ -12,11 +13,10 @@ from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
 from torchferry.core.schedule import Schedule
 from torchferry.engine.landing import Landing
-from torchferry.engine.remote import TOO_SLOW, LeaseEnded, MemoryUnusable, RemoteSource
-from torchferry.engine.source import view
+from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
 from torchferry.engine.sources import Sources
 from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout
-from torchferry.links.http_client import HttpConnection
+from torchferry.links.http_client import HttpConnection, MemoryUnusable
 
 EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
@@ -35,10 +35,17 @@ class _Lane:
 
     number: int
     source: RemoteSource
+    asked: deque[range] = field(default_factory=deque)  # ranges of chunks whose bytes were not read yet
     thread: threading.Thread | None = None
     connection: HttpConnection | None = None
     is_connecting: bool = False
     is_overdue: bool = False
+
+    @property
+    def used_connection(self) -> HttpConnection:
+        """The connection, when there is one."""
+        assert self.connection is not None, "a lane connects before it takes chunks"
+        return self.connection
 
 
 class Receiving:
@@ -150,10 +157,15 @@ class Receiving:
         """Ask a source for one range of chunks after the other, until none is needed or it is given up."""
         source = lane.source
         try:
-            while (chunks := self._next_range(lane)) is not None:
+            while (chunks := self._next_range(lane)) is not None or lane.asked:
                 grant = source.grant
                 try:
-                    self._receive_range(lane, chunks)
+                    if chunks is None:
+                        self._receive_range(lane, lane.asked.popleft())
+                    else:
+                        # Asked ahead, so that the source always has something to send.
+                        lane.asked.append(chunks)
+                        source.request_chunks(lane.used_connection, chunks, self._left_s())
                 except LinkError as error:
                     self._recover(lane, grant, error)
         except FerryError as error:
@@ -164,12 +176,13 @@ class Receiving:
             self._give_up(lane)
 
     def _next_range(self, lane: _Lane) -> range | None:
-        """Connect if necessary, and return the next chunks to ask for; None when the lane is not needed.
+        """Connect if necessary, and return the next chunks to ask for; None if there are none now.
 
+        Unless the lane has been asked for others, that means that it is not needed any more.
         Raises LinkError if the source can't be reached. Connecting may take until the deadline, so a lane
         takes chunks afterwards.
         """
-        while self._wait_until_needed(lane):
+        while self._may_ask(lane) and self._wait_until_needed(lane):
             if lane.connection is None:
                 lane.is_connecting = True
                 try:
@@ -183,28 +196,34 @@ class Receiving:
                     return self._schedule.take(lane.number, len(self._lanes), now_s, peer_s)
         return None
 
+    def _may_ask(self, lane: _Lane) -> bool:
+        return lane.connection is None or len(lane.asked) < lane.source.max_ahead(lane.connection)
+
     def _wait_until_needed(self, lane: _Lane) -> bool:
-        """Wait until there are chunks that a lane may ask for; return False if there will be none."""
+        """Wait until there are chunks that a lane may ask for; return False if there will be none.
+
+        A lane that has been asked for chunks does not wait.
+        """
         schedule, source = self._schedule, lane.source
         with self._changed:
             while not self._sources.is_over and source.serves and not schedule.is_done:
                 rests = source.backoff.rests(time.monotonic()) and len(self._sources.serving()) > 1
                 if schedule.has_more and not rests:
                     return True
+                if lane.asked:
+                    return False
                 # Chunks are needed again if another lane fails.
                 self._changed.wait(EVENT_S)
         return False
 
     def _receive_range(self, lane: _Lane, chunks: range) -> None:
-        """Ask for a range of chunks, verify each, and write it."""
-        connection = lane.connection
-        assert connection is not None, "a lane connects before it takes chunks"
+        """Read a range of chunks that was asked for, verify each, and write it."""
+        connection = lane.used_connection
         found = self._plan.chunks[chunks.start : chunks.stop]
-        lane.source.request_chunks(connection, chunks, sum(chunk.nbytes for chunk in found), self._left_s())
+        lane.source.begin_chunks(connection, sum(chunk.nbytes for chunk in found))
         for chunk in found:
             self._raise_if_over()
-            buffer = self._landing.open(chunk)
-            data, hasher = view(buffer), xxh3_64()
+            data, hasher = self._landing.open(chunk), xxh3_64()
             for start in range(0, len(data), _HASH_BYTES):
                 part = data[start : start + _HASH_BYTES]
                 connection.read_into(part)
@@ -214,7 +233,7 @@ class Receiving:
                 paths = paths_of(self._landing.sink.manifest, self._plan, {chunk.number})
                 raise _Damaged(chunk.number, paths)
             self._raise_if_over()
-            self._landing.write(chunk, buffer)
+            self._landing.write(chunk)
             with self._changed:
                 self._schedule.landed(lane.number, chunk.number, time.monotonic())
                 self._count(lane, chunk.nbytes)
@@ -257,6 +276,7 @@ class Receiving:
         if lane.connection is not None:
             lane.source.close(lane.connection)
             lane.connection = None
+        lane.asked.clear()
         with self._changed:
             self._schedule.give_up(lane.number)
             self._changed.notify_all()

@@ -29,7 +29,7 @@ from torchferry.errors import (
     PeerGaveUp,
 )
 from torchferry.links.address import Address
-from torchferry.links.http_client import HttpConnection
+from torchferry.links.http_client import HttpConnection, MemoryUnusable
 
 _MAX_ANSWER_BYTES = 64 << 10
 """The longest answer that is neither metadata nor chunks."""
@@ -45,10 +45,6 @@ TOO_SLOW = "the source was too slow, so the connection was closed"
 
 class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
-
-
-class MemoryUnusable(LinkBroken):
-    """Chunks can't come through memory. They may come over TCP."""
 
 
 Via = Literal["tcp", "memory"]
@@ -68,7 +64,7 @@ class RemoteSource:
 
     `peer_s` is given if it is another receiver, which serves what it has: how long it may be silent.
     `port_at(host)` returns the port at which this process reshares, given its own address towards the source.
-    `open` keeps both in `own_address`.
+    `open` keeps both in `own_address`. `heard_s` is when bytes of its metadata arrived last.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -95,6 +91,7 @@ class RemoteSource:
         self.report = SourceReport()
         self.grant: Grant | None = None
         self.error: FerryError | None = None
+        self.heard_s = 0.0
         self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
         # Loading the certificates of the system takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
@@ -228,34 +225,46 @@ class RemoteSource:
                 raise PeerError(reason)
             self.grant = grant
 
-    def metadata(self, timeout_s: float) -> tuple[bytes, tuple[int, ...]]:
-        """Read the manifest and the digests of all chunks."""
+    def metadata(self, silent_s: float) -> tuple[bytes, tuple[int, ...]]:
+        """Read the manifest and the digests of all chunks; raises LinkTimeout after `silent_s` of silence."""
         grant = self.grant
         assert grant is not None, "the source granted a lease"
         limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
         # On a connection of its own: after a timeout, a late answer must not be taken for that to the next.
-        with self._connected(timeout_s) as connection:
-            manifest, digests = (
-                self._ask(connection, "GET", self._path(what), timeout_s, max_bytes=max_bytes)[1]
-                for what, max_bytes in limits.items()
-            )
+        with self._connected(silent_s) as connection:
+            try:
+                manifest, digests = (
+                    self._ask(connection, "GET", self._path(what), silent_s, max_bytes=max_bytes)[1]
+                    for what, max_bytes in limits.items()
+                )
+            finally:
+                self.heard_s = connection.heard_s
         found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
             raise Corrupted(["metadata"])
         return manifest, pull.decode_digests(digests)
 
-    def request_chunks(
-        self, connection: HttpConnection, chunks: range, nbytes: int, timeout_s: float
-    ) -> None:
-        """Ask for a range of chunks. The caller then reads `nbytes` bytes."""
+    def max_ahead(self, connection: HttpConnection) -> int:
+        """Return how many ranges of chunks may be asked for before the first of them was read."""
+        # While bytes come through a ring, this end sends only signals.
+        is_live = self.grant is not None and not self.grant.snapshot
+        return 1 if connection.is_local and is_live else pull.MAX_AHEAD
+
+    def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
+        """Ask for a range of chunks."""
         path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
-        head = connection.request("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        connection.send("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+
+    def begin_chunks(self, connection: HttpConnection, nbytes: int) -> None:
+        """Begin to read the chunks that were asked for first. The caller then reads `nbytes` bytes."""
+        head = connection.read_head()
         if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
             try:
-                connection.use_memory(decode_value(answer, pull.in_memory_decoder).offset, nbytes)
-            except (OSError, BadManifest) as failure:
-                raise MemoryUnusable(getattr(failure, "strerror", None) or str(failure)) from None
+                offset = decode_value(answer, pull.in_memory_decoder).offset
+            except BadManifest as failure:
+                raise MemoryUnusable(failure.what) from None
+            connection.use_memory(offset, nbytes)
             return
         if head.status != pull.OK:
             error = _error_of(head.status, connection.read(min(head.nbytes, _MAX_ANSWER_BYTES)))

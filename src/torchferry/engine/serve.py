@@ -3,9 +3,6 @@
 import hmac
 import logging
 import re
-import threading
-from collections.abc import Generator
-from contextlib import suppress
 
 from msgspec import msgpack
 
@@ -16,7 +13,6 @@ from torchferry.engine.published import Published
 from torchferry.engine.shelf import Shelf
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, StateError
 from torchferry.links.http_server import Request, Response
-from torchferry.links.shared_memory import SharedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +20,6 @@ _LEASE_PATH = re.compile(
     r"/v1/leases/([0-9a-f]{32})/"
     r"(?:(manifest|digests|alive|result)|(chunks|damaged)/([0-9]{1,9})-([0-9]{1,9}))"
 )
-
-
-_MAX_BUFFER_BYTES = 32 << 20
-"""The limit for all buffers in which receivers on the same machine get chunks of live states."""
 
 
 class PullHandler:
@@ -42,13 +34,9 @@ class PullHandler:
         self._secret = secret.encode()
         self._port = port
         self._local_name = local_name
-        self._buffers: dict[int, SharedBlock] = {}  # by connection
-        self._lock = threading.Lock()
 
     def disconnected(self, connection: int) -> None:
         """End the leases whose last connection this was."""
-        with self._lock:
-            self._buffers.pop(connection, None)
         self._shelf.disconnected(connection)
 
     def answer(self, request: Request) -> Response:
@@ -124,50 +112,12 @@ class PullHandler:
         if what == "damaged":
             logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
             return Response(pull.NOTHING)
-        if request.local and (response := self._in_memory(lease, first, end, request.connection)):
-            return response
+        # A receiver on this machine reads the snapshot itself.
+        if request.local and (shared := self._shelf.share(lease, first, end)):
+            offset = pull.InMemory(published.start(first))
+            return Response(pull.IN_MEMORY, msgpack.encode(offset), memory=shared)
         buffers = self._shelf.read(lease, first, end)
         return Response(pull.OK, headers=_etag(published), nbytes=published.size(first, end), buffers=buffers)
-
-    def _in_memory(self, lease: Lease[Published], first: int, end: int, connection: int) -> Response | None:
-        """Answer with chunks in shared memory: the snapshot itself, or a copy of a live state's chunks.
-
-        None if there is no memory for that.
-        """
-        buffers: Generator[memoryview, None, None] | None = None
-        shared, offset = self._shelf.share(lease, first, end), lease.held.start(first)
-        if shared is None:
-            shared, offset = self._buffer(connection, lease.held.size(first, end)), 0
-            if shared is None:
-                return None
-            buffers = self._copy(lease, first, end, shared)
-        body = msgpack.encode(pull.InMemory(offset))
-        return Response(pull.IN_MEMORY, body, buffers=buffers, memory=shared)
-
-    def _copy(
-        self, lease: Lease[Published], first: int, end: int, shared: SharedBlock
-    ) -> Generator[memoryview, None, None]:
-        """Copy chunks to shared memory, one after the other; raises ConnectionError if the lease ends."""
-        start = 0
-        for data in self._shelf.read(lease, first, end):
-            shared.write(start, data)
-            start += len(data)
-            yield data
-        if start < lease.held.size(first, end):
-            raise ConnectionError("the lease ended while chunks were copied")
-
-    def _buffer(self, connection: int, nbytes: int) -> SharedBlock | None:
-        """Return the buffer of a connection, whose client has read all that it got; None without memory."""
-        with self._lock, suppress(OSError):
-            kept = self._buffers.pop(connection, None)
-            if kept is None or kept.tensor.nbytes < nbytes:
-                used = sum(buffer.tensor.nbytes for buffer in self._buffers.values())
-                if used + nbytes > _MAX_BUFFER_BYTES:
-                    return None
-                kept = SharedBlock(nbytes)
-            self._buffers[connection] = kept
-            return kept
-        return None
 
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)

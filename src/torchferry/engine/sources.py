@@ -1,9 +1,11 @@
 """The sources of one fetch: which of them serve the state, and what to raise if none does."""
 
+import atexit
 import logging
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _OTHERS_S = 0.25
 """How long sources that are known to be too slow may take to take note of a result."""
+
+_EXIT_S = 0.5
+"""How long the end of the process waits for the threads of fetches."""
 
 _PEERS = 2
 """How many other receivers have granted a lease: the one that chunks come from, and one in reserve."""
@@ -68,18 +73,32 @@ class Sources:
         self.is_final = False
         self.is_over = False
         self._granted_s: float | None = None
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
+        _running.add(self)
 
     def start(self, work: Callable[..., object], *args: object) -> threading.Thread:
         """Run something in a thread of this fetch; raises StateError if there is no memory for one."""
-        self._threads += 1
-        name = f"torchferry {self._name}: {self._threads}"
+        name = f"torchferry {self._name}: {len(self._threads) + 1}"
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             raise StateError(f"no memory for a thread: {error}") from None
+        self._threads.append(thread)
         return thread
+
+    def shut_down(self) -> None:
+        """End all threads and connections."""
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+        for source in self.all:
+            source.shut_down()
+
+    def join(self, until_s: float) -> None:
+        """Wait for the threads to end."""
+        for thread in list(self._threads):
+            thread.join(max(until_s - time.monotonic(), 0.0))
 
     def open_all(self, timeout_s: float) -> None:
         """Ask all sources for a lease, each in a thread."""
@@ -261,3 +280,17 @@ class Sources:
             if isinstance(answer, PeerGaveUp):
                 raise answer
         return [source for source in sources if told.get(source) is not True]
+
+
+_running: weakref.WeakSet[Sources] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_fetches() -> None:
+    """End the threads of fetches: Python ends those that are left, and if one is in torch's code, it aborts."""
+    found = list(_running)
+    for sources in found:
+        sources.shut_down()
+    until_s = time.monotonic() + _EXIT_S
+    for sources in found:
+        sources.join(until_s)

@@ -5,6 +5,10 @@ import h11
 MAX_HEAD_BYTES = 16 << 10
 READ_BYTES = 64 << 10
 
+RING_HEADER = "Torchferry-Ring"
+"""In the head of a response over a Unix socket: its body comes through a ring of so many slots, whose
+descriptor comes with the head."""
+
 
 def reason_of(error: Exception) -> str:
     """Return the reason of an error for users and logs. h11 quotes headers, which may have a token."""

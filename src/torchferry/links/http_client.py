@@ -3,14 +3,16 @@
 Bodies go into the caller's memory without a copy. Over the Unix socket, they may come from shared memory.
 """
 
+import ctypes
 import os
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import h11
@@ -19,18 +21,24 @@ from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links import sockets
 from torchferry.links.address import Address
 from torchferry.links.forks import close_after_fork
-from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, reason_of
-from torchferry.links.shared_memory import close_all, sealed_bytes
+from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
+from torchferry.links.ring import SLOTS, Ring
+from torchferry.links.shared_memory import close_all, map_received, populate, sealed_bytes
 
 _MAX_WAIT_S = 1e9
 """The longest timeout that every platform's sockets accept, about 30 years."""
 
 
+class MemoryUnusable(LinkBroken):
+    """A body can't come through memory. It may come over TCP."""
+
+
 class ResponseHead:
-    """The status and the length of a response."""
+    """The status and the length of a response, and whether its body comes through a ring."""
 
     def __init__(self, event: h11.Response) -> None:
         self.status = event.status_code
+        self.in_ring = any(name == RING_HEADER.lower().encode() for name, _ in event.headers)
         lengths = [bytes(value) for name, value in event.headers if name == b"content-length"]
         length = b"0" if event.status_code == 204 else b"".join(lengths)
         if not length.isdigit() or len(length) > 18:
@@ -59,7 +67,10 @@ class HttpConnection:
         self._local = local
         self._descriptors: list[int] = []
         self._offset: int | None = None  # of the next bytes in the file that came with a response
+        self._ring: Ring | None = None
+        self._in_ring = False  # whether the body of the current response comes through the ring
         self.heard_s = time.monotonic()
+        self._parsers: deque[h11.Connection] = deque()  # of the responses that are due
         self._rest: bytes | bytearray = b""  # what was received behind a head
         self._shut_down_reason = ""
         self._lock = threading.Lock()
@@ -113,9 +124,13 @@ class HttpConnection:
         return str(self._sock.getsockname()[0])
 
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> ResponseHead:
-        """Send a request and read the head of its response. `read_into` or `read` then reads the body.
+        """Send a request and read the head of its response. `read_into` or `read` then reads the body."""
+        self.send(method, path, body, timeout_s=timeout_s)
+        return self.read_head()
 
-        Descriptors that come with the response are kept until the next request.
+    def send(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> None:
+        """Send a request. Several may be sent before the first response is read.
+
         `timeout_s` limits every wait for the next bytes, also those of the body.
         """
         parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -125,11 +140,24 @@ class HttpConnection:
             ("Content-Length", str(len(body))),
         ]
         try:
-            self._forget_descriptors()
-            self._offset = None
             self._sock.settimeout(min(timeout_s, _MAX_WAIT_S))
             head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
             self._sock.sendall(head + body)
+            self._parsers.append(parser)
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def read_head(self) -> ResponseHead:
+        """Read the head of the next response. The whole body of the one before must have been read.
+
+        Descriptors that come with the response are kept until the next one.
+        """
+        parser = self._parsers.popleft()
+        try:
+            self._forget_descriptors()
+            self._offset = None
+            if self._rest:
+                parser.receive_data(bytes(self._rest))
             while (event := parser.next_event()) is h11.NEED_DATA:
                 if not (data := self._receive()):
                     raise ConnectionError("the source closed the connection")
@@ -138,11 +166,15 @@ class HttpConnection:
             if not isinstance(event, h11.Response):
                 raise ConnectionError("the source sent an interim response")
             self._rest, _ = parser.trailing_data
-            return ResponseHead(event)
+            head = ResponseHead(event)
         except OSError as error:
             raise self._translated(error) from error
         except h11.ProtocolError as error:
             raise LinkBroken(reason_of(error), peer=str(self.address)) from None
+        self._in_ring = head.in_ring
+        if head.in_ring:
+            self._open_ring()
+        return head
 
     def _receive(self) -> bytes:
         if self._local is None:
@@ -157,14 +189,31 @@ class HttpConnection:
     def use_memory(self, offset: int, nbytes: int) -> None:
         """Let `read_into` take the next bytes from the memory whose descriptor came with the response.
 
-        Raises OSError if that is not possible.
+        Raises MemoryUnusable if that is not possible.
         """
-        if not self._descriptors:
-            raise OSError("the source sent no descriptor of its memory")
-        held = sealed_bytes(self._descriptors[0])
-        if offset + nbytes > held:
-            raise OSError(f"the source's memory has {held} bytes, not {offset + nbytes}")
-        self._offset = offset
+        with self._using_memory() as descriptor:
+            held = sealed_bytes(descriptor)
+            if offset + nbytes > held:
+                raise OSError(f"the source's memory has {held} bytes, not {offset + nbytes}")
+            self._offset = offset
+
+    @contextmanager
+    def _using_memory(self) -> Iterator[int]:
+        try:
+            if not self._descriptors:
+                raise OSError("the source sent no descriptor of its memory")
+            yield self._descriptors[0]
+        except OSError as error:
+            raise MemoryUnusable(error.strerror or str(error), peer=str(self.address)) from None
+
+    def _open_ring(self) -> None:
+        with self._using_memory() as descriptor:
+            if self._ring is None:
+                memory = map_received(descriptor)
+                if memory.nbytes < SLOTS:
+                    raise OSError(f"the source's ring has {memory.nbytes} bytes")
+                populate(memory.address, memory.nbytes, writable=False)
+                self._ring = Ring(self._sock, memory, fills=False)
 
     def _forget_descriptors(self) -> None:
         close_all(self._descriptors)
@@ -175,6 +224,9 @@ class HttpConnection:
         if self._offset is not None:
             self._read_memory(view, self._offset)
             self._offset += len(view)
+            return
+        if self._in_ring and self._ring is not None:
+            self._empty(self._ring, view)
             return
         ready = min(len(view), len(self._rest))
         view[:ready] = self._rest[:ready]
@@ -199,6 +251,23 @@ class HttpConnection:
             raise self._translated(error) from error
         self.heard_s = time.monotonic()
 
+    def _empty(self, ring: Ring, view: memoryview) -> None:
+        """Fill a buffer from a ring. It begins with a slot, as every buffer of the server does."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        try:
+            for start in range(0, len(view), ring.slot_bytes):
+                nbytes = min(len(view) - start, ring.slot_bytes)
+                ring.empty(address + start, nbytes, self._wait_for_slots)
+        except OSError as error:
+            raise self._translated(error) from error
+
+    def _wait_for_slots(self, most: int) -> int:
+        signals, self._rest = self._rest or self._sock.recv(most), b""
+        if not signals:
+            raise ConnectionError("the source closed the connection before the end of its response")
+        self.heard_s = time.monotonic()
+        return len(signals)
+
     def read(self, nbytes: int) -> bytes:
         """Return the next bytes of a body. The caller limits how many."""
         body = bytearray(nbytes)
@@ -217,6 +286,7 @@ class HttpConnection:
     def close(self) -> None:
         """Close the socket. Only the thread that uses the connection does that."""
         self._forget_descriptors()
+        self._ring = None
         with self._lock:
             self._sock.close()
 

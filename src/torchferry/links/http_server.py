@@ -8,6 +8,7 @@ not send a request in time. A connection with the token gets a thread of its own
 """
 
 import atexit
+import ctypes
 import hmac
 import logging
 import os
@@ -29,8 +30,9 @@ import h11
 from torchferry.errors import FerryError
 from torchferry.links import sockets
 from torchferry.links.forks import close_after_fork
-from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, reason_of
-from torchferry.links.shared_memory import SharedBlock
+from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
+from torchferry.links.shared_memory import SharedBlock, populate
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,11 @@ MAX_GUESTS = 512
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
 SEND_S = 60.0
-"""How long a connection with the token may take for _SEND_BYTES of an answer, or for more of a request."""
-_SEND_BYTES = 1 << 20
+"""How long a connection with the token may take no bytes of an answer, or send no more of a request."""
 MAX_CONNECTIONS = 1024
 """The most connections with the token."""
+_MAX_RINGS = 8
+"""The most connections of local clients that have a ring, of 4 MiB each. Others get bytes over the socket."""
 LAST_ANSWERS_S = 0.5
 """How long a server that is closed may take to finish the answers that it began."""
 
@@ -72,8 +75,8 @@ class Request:
 class Response:
     """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
 
-    If `buffers` yields less, the connection is closed. To a client that is local, the descriptor of `memory`
-    may be sent with the head. Then `buffers` yields what it copies to that memory, and nothing of it is sent.
+    If `buffers` yields less, the connection is closed. To a client that is local, they go through a ring, or
+    the descriptor of `memory` is sent with the head.
     """
 
     status: int
@@ -109,6 +112,8 @@ class _Connection:
     handshaking: bool
     is_answering: bool = True
     is_over: bool = False
+    ring: Ring | None = None
+    ring_memory: SharedBlock | None = None
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
     )
@@ -133,38 +138,52 @@ class _Connection:
         return bytes(body)
 
     def _send(self, data: memoryview) -> None:
-        # The timeout is for one call. In pieces, it does not pass while the client takes bytes.
-        for start in range(0, len(data), _SEND_BYTES):
-            self.sock.sendall(data[start : start + _SEND_BYTES])
+        # The timeout is for one call, so it does not pass while the client takes bytes, however slowly.
+        while data:
+            data = data[self.sock.send(data) :]
 
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
+        ring = None if response.buffers is None else self.ring
+        memory = response.memory if ring is None else self.ring_memory
         # HTTP forbids the length of a response that never has a body.
         headers = [*response.headers]
+        headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
         headers += [("Content-Length", str(nbytes))] if response.status != 204 else []
         headers += [("Connection", "close")] if last else []
         head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
         data = (head or b"") + response.body
-        if response.memory is not None:
-            self._send_memory(response, response.memory, data)
+        if memory is not None:
+            # A few hundred bytes are always sent as a whole.
+            socket.send_fds(self.sock, [data], [memory.descriptor])
         else:
             self._send(memoryview(data))
         if response.body:
             self.parser.send_with_data_passthrough(h11.Data(data=response.body))
-        if response.memory is None and response.buffers is not None:
+        if response.buffers is not None:
             with closing(response.buffers) as buffers:
                 for buffer in buffers:
-                    self._send(buffer)
+                    if ring is None:
+                        self._send(buffer)
+                    else:
+                        self._fill(ring, buffer)
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
         self.parser.send(h11.EndOfMessage())
+        if ring is not None:
+            # What the client sends next is a request again.
+            ring.flush(self._wait_for_signals)
 
-    def _send_memory(self, response: Response, memory: SharedBlock, data: bytes) -> None:
-        with closing(response.buffers or _nothing()) as copied:
-            for _ in copied:
-                if self.is_over:
-                    raise ConnectionError("the server is closed")
-        # A few hundred bytes are always sent as a whole.
-        socket.send_fds(self.sock, [data], [memory.descriptor])
+    def _fill(self, ring: Ring, buffer: memoryview) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        for start in range(0, len(buffer), ring.slot_bytes):
+            nbytes = min(len(buffer) - start, ring.slot_bytes)
+            ring.fill(address + start, nbytes, self._wait_for_signals)
+
+    def _wait_for_signals(self, most: int) -> int:
+        signals = self.sock.recv(most)
+        if not signals:
+            raise ConnectionError("the client closed the connection")
+        return len(signals)
 
 
 class HttpServer:
@@ -191,6 +210,7 @@ class HttpServer:
         self._guests: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
         self._admitted: dict[int, _Connection] = {}
         self._is_closed = False
+        self._free_rings = threading.Semaphore(_MAX_RINGS)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         for listener in listeners:
@@ -390,10 +410,24 @@ class HttpServer:
             logger.warning("answering %s failed", connection.peer, exc_info=True)
         finally:
             handler.disconnected(connection.number)
+            if connection.ring is not None:
+                connection.ring = connection.ring_memory = None
+                self._free_rings.release()
             with self._lock:
                 self._admitted.pop(connection.number, None)
                 self._lock.notify_all()
                 connection.sock.close()
+
+    def _open_ring(self, connection: _Connection) -> None:
+        """Give a local connection a ring, if there is memory for one."""
+        if self._free_rings.acquire(blocking=False):
+            try:
+                connection.ring_memory = memory = SharedBlock(SLOTS * MAX_SLOT_BYTES)
+                populate(memory.address, memory.nbytes, writable=True)
+                connection.ring = Ring(connection.sock, memory, fills=True)
+            except OSError as error:
+                self._free_rings.release()
+                logger.debug("no ring for %s: %s", connection.peer, error)
 
     def _answer_all(self, connection: _Connection, request: Any, handler: Handler) -> None:
         max_bytes = getattr(handler, "max_request_bytes", MAX_REQUEST_BYTES)
@@ -407,7 +441,10 @@ class HttpServer:
             path = request.target.decode("ascii", "replace")
             asked = Request(method, path, body, connection.number, not connection.host, connection.host)
             # A response to HEAD has no body, so it can't have a reason.
-            connection.respond(Response(400) if method == "HEAD" else handler.answer(asked))
+            response = Response(400) if method == "HEAD" else handler.answer(asked)
+            if asked.local and response.buffers is not None and connection.ring is None:
+                self._open_ring(connection)
+            connection.respond(response)
             connection.parser.start_next_cycle()
             connection.sock.settimeout(getattr(handler, "idle_s", IDLE_S))
             with self._lock:
@@ -415,10 +452,6 @@ class HttpServer:
                 self._lock.notify_all()
             request = connection.next_event()
             connection.is_answering = True
-
-
-def _nothing() -> Generator[memoryview, None, None]:
-    yield from ()
 
 
 _UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))

@@ -3,12 +3,10 @@
 The sender listens on an abstract Unix socket and offers its name. A receiver that takes the offer connects,
 and sends the nonce of the transfer. The sender sends it the descriptor of a ring, a sealed file in memory.
 
-A message takes one or more of the ring's slots, in order. The sender sends a byte for each slot that it has
-filled, and the receiver one for each slot that it has copied. So both processes copy at the same time, the
-bytes stay in the CPU's cache, and a process that ends is noticed at once: its socket is closed.
+A message takes one or more of the ring's slots, in order. A process that ends is noticed at once: its socket
+is closed.
 """
 
-import ctypes
 import os
 import socket
 import threading
@@ -25,19 +23,17 @@ from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
 from torchferry.links.base import Hasher, Pending, abort_of
 from torchferry.links.forks import close_after_fork
-from torchferry.links.shared_memory import Mapping, SharedBlock, close_all, map_received, populate
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
+from torchferry.links.shared_memory import SharedBlock, close_all, map_received, populate
 from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of
 
-SLOTS = 8
-_MAX_SLOT_BYTES = 512 << 10
-"""Larger slots do not fit into the cache of a core, smaller ones need more signals."""
 _PAGE_BYTES = 4096
 _ALL_RINGS_BYTES = 32 << 20
 """The most memory of all rings of one sender, however many receivers it has."""
 
 # The bytes that the two ends send each other.
 _RING, _NO_RING = b"\x01", b"\x02"
-_SLOT, _ABORT = b"\x01", b"\x02"
+_ABORT = b"\x02"  # where a signal for a slot could be
 
 _STOP_S = 0.25
 """How long to wait for a thread that copies a slot."""
@@ -52,7 +48,7 @@ def ring_bytes(payload_bytes: int, receivers: int) -> int:
     (4194304, 524288, 1048576)
     """
     most_bytes = min(_ALL_RINGS_BYTES // receivers, payload_bytes // 8)
-    slot_bytes = min(_MAX_SLOT_BYTES, most_bytes // SLOTS)
+    slot_bytes = min(MAX_SLOT_BYTES, most_bytes // SLOTS)
     return SLOTS * max(slot_bytes // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -125,15 +121,16 @@ class MemoryChannel:
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         self.peer = peer
-        self.is_open = False
         self._sock = sock
-        self._memory: SharedBlock | Mapping | None = None
-        self._address = self._slot_bytes = self._next = 0
-        self._slots = 0  # the sender's free slots, or the filled slots that the receiver has not copied
+        self._ring: Ring | None = None
         self._failed_rank: int | None = None
-        self._stopped = False
         self._waiting = threading.Lock()
         close_after_fork(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends have the ring."""
+        return self._ring is not None
 
     def send_ring(self, nbytes: int) -> Pending:
         """Create the ring, and wait until the receiver has it."""
@@ -141,15 +138,14 @@ class MemoryChannel:
 
     def _send_ring(self, nbytes: int, deadline_s: float) -> None:
         try:
-            self._memory = ring = SharedBlock(nbytes)
+            memory = SharedBlock(nbytes)
         except OSError:
-            self._signal(_NO_RING)
+            self._send(_NO_RING)
             return
-        self._address = ring.tensor.data_ptr()
-        populate(self._address, nbytes, writable=True)
-        socket.send_fds(self._sock, [_RING], [ring.descriptor], socket.MSG_NOSIGNAL)
-        self._slot_bytes, self._slots = nbytes // SLOTS, SLOTS
-        self.is_open = self._read(1, deadline_s) == _RING
+        populate(memory.address, nbytes, writable=True)
+        socket.send_fds(self._sock, [_RING], [memory.descriptor], socket.MSG_NOSIGNAL)
+        if self._read(1, deadline_s) == _RING:
+            self._ring = Ring(self._sock, memory, fills=True)
 
     def receive_ring(self) -> Pending:
         """Wait for the ring, and map it."""
@@ -164,16 +160,16 @@ class MemoryChannel:
                 return
             raise self._gone("it sent no ring")
         try:
-            self._memory = ring = map_received(descriptors[0])
-            self._address, self._slot_bytes = ring.address, ring.nbytes // SLOTS
-            self.is_open = self._slot_bytes > 0
+            memory = map_received(descriptors[0])
+            if memory.nbytes >= SLOTS:
+                self._ring = Ring(self._sock, memory, fills=False)
         except OSError:
-            self.is_open = False
+            pass
         finally:
             close_all(descriptors)
-        self._signal(_RING if self.is_open else _NO_RING)
+        self._send(_RING if self.is_open else _NO_RING)
         if self.is_open:
-            populate(self._address, ring.nbytes, writable=False)
+            populate(memory.address, memory.nbytes, writable=False)
 
     def send(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to send the next message."""
@@ -190,56 +186,42 @@ class MemoryChannel:
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the receiver of an abort. It needs no room in a message."""
         abort = _ABORT + failed_rank.to_bytes(8, "little")
-        return [_Step(self, lambda deadline_s: self._signal(abort))]
+        return [_Step(self, lambda deadline_s: self._send(abort))]
 
     def raise_if_aborted(self, head: bytes) -> None:
         """Do nothing: an abort does not take the place of a message."""
 
     def _fill(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
-        for start in range(0, buffer.nbytes, self._slot_bytes):
-            self._wait_for_free(1, deadline_s)
-            source, nbytes = _piece(buffer, start, self._slot_bytes)
-            slot = self._next_slot()
-            ctypes.memmove(slot, source, nbytes)
-            self._signal(_SLOT)
-            if hasher is not None:
-                # The copy, which is what the receiver gets. The memory of the state may have changed since.
-                hasher.update((ctypes.c_char * nbytes).from_address(slot))
+        ring, wait = self._opened_ring, partial(self._wait_for_free, deadline_s)
+        for start in range(0, buffer.nbytes, ring.slot_bytes):
+            ring.fill(*_piece(buffer, start, ring.slot_bytes), wait, hasher)
 
     def _flush(self, deadline_s: float) -> None:
-        self._wait_for_free(SLOTS, deadline_s)
+        self._opened_ring.flush(partial(self._wait_for_free, deadline_s))
 
-    def _wait_for_free(self, slots: int, deadline_s: float) -> None:
-        while self._slots < slots:
-            self._slots += len(self._read(SLOTS, deadline_s))
+    def _wait_for_free(self, deadline_s: float, most: int) -> int:
+        return len(self._read(most, deadline_s))
 
     def _empty(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
-        for start in range(0, buffer.nbytes, self._slot_bytes):
-            while not self._slots:
-                if self._failed_rank is not None:
-                    raise abort_of(self.peer, self._failed_rank)
-                # All slots, and an abort, which are never more.
-                filled, abort, rank = self._read(SLOTS + 9, deadline_s).partition(_ABORT)
-                self._slots += len(filled)
-                self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
-            target, nbytes = _piece(buffer, start, self._slot_bytes)
-            ctypes.memmove(target, self._next_slot(), nbytes)
-            # A sender that has failed may be gone, but the slots that it has filled are there.
-            with suppress(OSError):
-                self._signal(_SLOT)
-            if hasher is not None:
-                hasher.update((ctypes.c_char * nbytes).from_address(target))
+        ring, wait = self._opened_ring, partial(self._wait_for_filled, deadline_s)
+        for start in range(0, buffer.nbytes, ring.slot_bytes):
+            ring.empty(*_piece(buffer, start, ring.slot_bytes), wait, hasher)
 
-    def _next_slot(self) -> int:
-        """Return the address of the next slot, to copy it now."""
-        if self._stopped:
+    def _wait_for_filled(self, deadline_s: float, most: int) -> int:
+        if self._failed_rank is not None:
+            raise abort_of(self.peer, self._failed_rank)
+        # An abort has 9 bytes.
+        filled, abort, rank = self._read(most + 9, deadline_s).partition(_ABORT)
+        self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
+        return len(filled)
+
+    @property
+    def _opened_ring(self) -> Ring:
+        if self._ring is None:
             raise self._gone("this process has closed it")
-        address = self._address + self._next * self._slot_bytes
-        self._next, self._slots = (self._next + 1) % SLOTS, self._slots - 1
-        return address
+        return self._ring
 
-    def _signal(self, data: bytes) -> None:
-        # There is always room: at most one byte for each slot, and an abort, are on the way.
+    def _send(self, data: bytes) -> None:
         self._sock.send(data, socket.MSG_NOSIGNAL)
 
     def _read(self, max_bytes: int, deadline_s: float) -> bytes:
@@ -267,7 +249,8 @@ class MemoryChannel:
 
     def stop(self) -> None:
         """End all waits. Does not wait itself."""
-        self._stopped = True
+        if self._ring is not None:
+            self._ring.is_stopped = True
         shut_down(self._sock)
 
     def close(self) -> None:
@@ -276,7 +259,7 @@ class MemoryChannel:
         # If a thread is stuck, they are freed with the last reference to this object.
         if self._waiting.acquire(timeout=_STOP_S):
             self._sock.close()
-            self._memory = None
+            self._ring = None
             self._waiting.release()
 
     def close_inherited(self) -> None:

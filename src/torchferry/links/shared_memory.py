@@ -76,15 +76,11 @@ class SharedBlock:
         os.posix_fallocate(self.descriptor, 0, nbytes)
         mapping = Mapping(self.descriptor, nbytes, writable=True)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEALS)
+        self.address, self.nbytes = mapping.address, nbytes
         block = (ctypes.c_uint8 * nbytes).from_address(mapping.address)
         block.mapping = mapping  # type: ignore[attr-defined]
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(block, dtype=torch.uint8)
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes to the block. Other threads run meanwhile."""
-        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        ctypes.memmove(self.tensor.data_ptr() + offset, source, len(data))
 
     def close_inherited(self) -> None:
         """Close the descriptor in a forked child."""

@@ -154,6 +154,12 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
+def view_of(memory: Memory, piece: Extent) -> memoryview:
+    """View a piece without gaps in CPU memory as bytes. The caller has called `check_held`."""
+    address = memory.storage.data_ptr() + memory.base + piece.offset
+    return memoryview((ctypes.c_char * piece.run_bytes).from_address(address)).cast("B")
+
+
 def peek(memory: Memory, piece: Extent) -> bytes:
     """Copy a short piece without gaps; raises StateError if its memory was freed."""
     run = run_of(memory, piece).cpu()

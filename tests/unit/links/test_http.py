@@ -99,6 +99,19 @@ def served() -> Iterator[Running]:
 # Requests that are valid.
 
 
+def test_requests_that_are_sent_ahead_are_answered_in_order() -> None:
+    with running() as run, contextlib.closing(HttpConnection(run.address, None, 5.0)) as connection:
+        for number in range(3):
+            connection.send("GET", f"/{number}", bytes([number]) * 1000, timeout_s=5.0)
+        connection.send("GET", "/big", timeout_s=5.0)
+        connection.send("GET", "/last", timeout_s=5.0)
+        for number in range(3):
+            head = connection.read_head()
+            assert connection.read(head.nbytes) == f"GET /{number} ".encode() + bytes([number]) * 1000
+        assert connection.read(connection.read_head().nbytes) == bytes(BIG_BYTES)
+        assert connection.read(connection.read_head().nbytes) == b"GET /last "
+
+
 def test_requests_of_one_connection_have_its_number_and_are_answered_in_order(served: Running) -> None:
     with contextlib.closing(HttpConnection(served.address, None, 5.0)) as connection:
         for number in range(3):

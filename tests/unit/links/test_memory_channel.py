@@ -19,7 +19,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from torchferry.core.push import NONCE_BYTES, TOKEN_BYTES
 from torchferry.errors import LinkBroken, LinkTimeout, PeerGaveUp, StateError
 from torchferry.links import memory_channel
-from torchferry.links.memory_channel import SLOTS, MemoryChannel, MemoryOffer, ring_bytes, take_offer
+from torchferry.links.memory_channel import MemoryChannel, MemoryOffer, ring_bytes, take_offer
+from torchferry.links.ring import SLOTS
 from torchferry.links.sockets import connect_locally
 
 NONCE = b"n" * NONCE_BYTES
