@@ -14,6 +14,7 @@ import sys
 import tempfile
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import nn
 
 import torchferry
 
-STEPS, KILL_AT, VICTIM = 12, 6, 1
+STEPS, KILL_AT = 12, 6
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torchferry"])
 
@@ -55,7 +56,7 @@ def train(rank: int, folder: str, generation: int, pipe: Connection, kill_at: in
     pipe.send([value.tolist() for value in model.state_dict().values()])
 
 
-def start(rank: int, folder: str, generation: int, kill_at: int | None = None) -> tuple[Connection, object]:
+def start(rank: int, folder: str, generation: int, kill_at: int | None = None) -> tuple[Connection, Any]:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=train, args=(rank, folder, generation, theirs, kill_at), daemon=True)
     process.start()
@@ -64,10 +65,10 @@ def start(rank: int, folder: str, generation: int, kill_at: int | None = None) -
 
 def run(kill_at: int | None) -> list[object]:
     with tempfile.TemporaryDirectory() as folder:
-        (survivor, _), (pipe, victim) = start(0, folder, 0), start(VICTIM, folder, 0, kill_at)
+        (survivor, _), (pipe, victim) = start(0, folder, 0), start(1, folder, 0, kill_at)
         if kill_at is not None:
             victim.join()
-            pipe, _ = start(VICTIM, folder, 1)
+            pipe, _ = start(1, folder, 1)
             survivor.send(1)
         return [survivor.recv(), pipe.recv()]
 

@@ -37,7 +37,8 @@ def train(rank: int, folder: str, generation: int, pipe: Connection, kill_at: in
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
         fully_shard(model, mesh=mesh)
-        state = {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.01), "step": step}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state = {"model": model, "optim": optimizer, "step": step}
         if saved is not None:  # the shards of this rank, from the old mesh to the new one
             torchferry.fetch(saved.address, into=state)
         result = torchferry.sync(state, version=step, timeout=30)
@@ -49,9 +50,9 @@ def train(rank: int, folder: str, generation: int, pipe: Connection, kill_at: in
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()  # if a rank is gone, all ranks notice here, before the groups of the mesh
                 batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(4 * step + rank))
-                state["optim"].zero_grad()
+                optimizer.zero_grad()
                 model(batch).square().mean().backward()
-                state["optim"].step()
+                optimizer.step()
                 step += 1
             pipe.send([value.full_tensor().tolist() for value in model.state_dict().values()])
         except RuntimeError:  # a peer is gone, and this step was not made
