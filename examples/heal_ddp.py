@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,8 +33,8 @@ def train(rank: int, folder: str, generation: int, pipe: Connection, kill_at: in
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = 0 if (rank, generation) == (0, 0) else None  # in the beginning, only rank 0 has a version
     while step != STEPS:
-        meet, limit = f"file://{folder}/{generation}", timedelta(seconds=20)
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=limit)
+        meet = f"file://{folder}/{generation}"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
         state = {"model": model, "optim": optimizer, "rng": torchferry.RNG(), "step": step}
         result = torchferry.sync(state, version=step, timeout=30)
         step = result.state["step"]

@@ -33,10 +33,9 @@ def train(rank: int, folder: str, generation: int, pipe: Connection, kill_at: in
     while step != STEPS:
         meet, limit = f"file://{folder}/{generation}", timedelta(seconds=10)
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=4, timeout=limit)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         state = {"model": model, "optim": optimizer, "step": step}
         if saved is not None:  # the shards of this rank, from the old mesh to the new one
@@ -69,8 +68,8 @@ if __name__ == "__main__":
         pipes = [CONTEXT.Pipe() for _ in range(5)]  # the last one is for the new rank
         tasks = [(rank, folder, 0, pipes[rank][1], KILL_AT if rank == VICTIM else None) for rank in range(4)]
         ranks = [CONTEXT.Process(target=train, args=task, daemon=True) for task in tasks]
-        for rank in ranks:
-            rank.start()
+        for process in ranks:
+            process.start()
         print(*[ours.recv() for ours, _ in pipes[:VICTIM]], sep="\n", flush=True)
         CONTEXT.Process(target=train, args=(VICTIM, folder, 1, pipes[4][1], None), daemon=True).start()
         for ours, _ in pipes[:VICTIM]:

@@ -180,14 +180,15 @@ class _Call:
             reason = show_text(
                 error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
             )
+            coordinator.close(reason)
             with suppress(FerryError):
                 member.leave(reason)
             raise
         finally:
+            member.close()
             with suppress(FerryError):
                 self._ask_store(lambda: self._forget(member), 1.0)
             coordinator.close(reason)
-            member.close()
             self._source.close(timeout=0.01)
 
     def _take_steps(self, member: Member, address: str) -> Synced:

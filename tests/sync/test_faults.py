@@ -65,7 +65,8 @@ def take_part(
         Published.read = lambda *_: strike(folder, how)  # type: ignore[method-assign,assignment]
     if rank in victims and step == "fetch":
         mock.patch.object(bundles, "fetch_state", partial(strike, folder, how)).start()
-    state = {"w": torch.full((1 << 18,), 5.0 if rank in SOURCES else 0.0), "step": 5}
+    size = 1 << (22 if step == "read" else 18)
+    state = {"w": torch.full((size,), 5.0 if rank in SOURCES else 0.0), "step": 5}
     begin_s = time.monotonic()
     try:
         result = torchferry.sync(state, 5 if rank in SOURCES else None, timeout=timeout_s)

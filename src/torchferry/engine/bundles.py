@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchferry.core.manifest import Leaf, Manifest
+from msgspec import structs
+
+from torchferry.core.compare import compare
+from torchferry.core.manifest import Manifest
 from torchferry.core.pull import LeaseRequest
-from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport, merge_reports
 from torchferry.core.tree import Path, format_path, occurrences, rebuild_places
 from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
@@ -32,11 +34,10 @@ from torchferry.errors import (
 from torchferry.links.address import Address
 from torchferry.tensors.assemble import container_builders
 from torchferry.tensors.describe import Description
-from torchferry.tensors.kinds import RebuildContext, part_of
+from torchferry.tensors.kinds import RebuildContext, part_of, properties_of
 from torchferry.tensors.memory import CPU
 from torchferry.tensors.objects import rules_of
 
-_LINGER_S = 10.0
 _JOIN_S = 1.0
 """How long an interrupted call waits for its threads to stop."""
 
@@ -144,18 +145,10 @@ class _Receiving:
         options = FetchOptions(
             wanted=LeaseRequest(bundle.name, f"{socket.gethostname()}:{os.getpid()}", self._version),
             timeout_s=self._timeout_s,
-            max_metadata_bytes=MAX_METADATA_BYTES,
             local_state=(lambda: local) if local else None,
-            strict=True,
             extra="fresh",
-            compare="auto",
             atomic=atomic,
-            verify=True,
-            stall_s=None,
-            via=None,
             reshare=Resharing() if bundle.reshare else None,
-            linger_s=_LINGER_S,
-            tls=None,
             context=self._context,
             on_progress=self._raise_if_over,
             gate=self._wait_for_others,
@@ -171,33 +164,23 @@ class _Receiving:
         errors = [each for each in self.results.values() if isinstance(each, BaseException)]
         causes = [each.__cause__ or each if isinstance(each, TargetTorn) else each for each in errors]
         failures = [each for each in causes if not isinstance(each, _Cancelled)] or causes
-        mismatches = [each for each in failures if isinstance(each, StateMismatch)]
-        if len(mismatches) > 1:
-            hints = dict.fromkeys(hint for each in mismatches for hint in each.hints)
-            return StateMismatch([each for one in mismatches for each in one.mismatches], hints=list(hints))
         if len(self.bundles) == 1 and errors:
             return errors[0]
-        whole: list[str] = []
-        torn: list[str] = []
-        untouched: list[str] = []
+        lists: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
         for number, bundle in enumerate(self.bundles):
             found, paths = self.results.get(number), bundle_keys(bundle.paths)
             if isinstance(found, TargetTorn):
-                whole += found.whole
-                torn += found.torn
-                untouched += found.untouched
-            elif isinstance(found, Fetched):
-                whole += paths
+                for name, listed in lists.items():
+                    listed += getattr(found, name)
             else:
                 # One that was cancelled has a note if it had written.
                 is_torn = found is None or bool(getattr(found, "__notes__", ()))
-                (torn if is_torn else untouched).extend(paths)
+                lists["whole" if isinstance(found, Fetched) else "torn" if is_torn else "untouched"] += paths
         failure = failures[0] if failures else _Cancelled("interrupted")
-        if not whole and not torn:
+        if not lists["whole"] and not lists["torn"]:
             return failure
         late, broken = (isinstance(failure, each) for each in (TimeoutError, ConnectionError))
-        error_class = TornAndLate if late else TornAndBroken if broken else TargetTorn
-        combined = error_class(failure, whole=whole, torn=torn, untouched=untouched)
+        combined = (TornAndLate if late else TornAndBroken if broken else TargetTorn)(failure, **lists)
         combined.__cause__ = failure
         return combined
 
@@ -218,13 +201,12 @@ def receive_state(
     """
     own = {path: local.values[leaf] for path, leaf in occurrences(local.manifest)}
     loading = Loading(local, tree)
-    _raise_if_unloadable(local, tree, loading)
+    places = _compare(local, tree, loading)
     # A fresh shard gets the mesh of those that are there, which may have other ranks than the source's.
     meshes = {
         id(mesh): mesh for each in own.values() if (mesh := getattr(each, "device_mesh", None)) is not None
     }
     context = RebuildContext(mesh=next(iter(meshes.values())) if len(meshes) == 1 else None)
-    places = _places(local, tree, loading)
     if atomic and loading.objects:
         loading.back_up({part for leaf in places.values() for part in local.manifest.leaves[leaf].parts})
     known = {path: local.values[leaf] for path, leaf in places.items()}
@@ -240,63 +222,30 @@ def receive_state(
         loading.load()
     except Exception as error:
         raise _explain(error, receiving, loading) from error
+    report = receiving.report()
+    extra_bytes = report.extra_bytes + loading.extra_bytes
+    return state, replace(report, loaded=tuple(map(format_path, loading.objects)), extra_bytes=extra_bytes)
+
+
+def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path, int]:
+    """Return the local leaves that are written, by path; raises StateMismatch if something does not fit."""
+    ours = dict(occurrences(local.manifest))
+    leaves, tensors = list(tree.leaves), list(tree.tensors)
+    for path, number in occurrences(tree):
+        if path in ours and part_of(leaves[number]) and part_of(own := local.manifest.leaves[ours[path]]):
+            # The tree may have the shard of another rank. Bundles have the right one.
+            leaves[number] = structs.replace(own, parts=(len(tensors),))
+            tensors += [local.manifest.tensors[part] for part in own.parts]
+    incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
     rules = rules_of(loading.objects)
-    fresh = [path for path in received if path not in known and rules(path) != "varies"]
-    report = replace(
-        receiving.report(),
-        fresh=tuple(map(format_path, fresh)),
-        loaded=tuple(map(format_path, loading.objects)),
-        extra_bytes=receiving.report().extra_bytes + loading.extra_bytes,
-    )
-    return state, report
-
-
-def _raise_if_unloadable(local: Description, tree: Manifest, loading: Loading) -> None:
-    """Raise StateMismatch if objects have no place for entries of the tree, or need others."""
-    rules, (ours, theirs) = rules_of(loading.objects), map(dict, map(occurrences, (local.manifest, tree)))
-    found = [(path, "the peer has no state dict for this object") for path in loading.lacking()]
-    found += [
-        (path, "no such path here")
-        for path in theirs
-        if path not in ours and rules(path) in ("fixed", "required")
+    found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rules)
+    lacking = [
+        Mismatch(format_path(path), "the peer has no state dict for this object", "nothing", "an object")
+        for path in loading.lacking()
     ]
-    found += [
-        (path, "the peer has no such path")
-        for path in ours
-        if path not in theirs and rules(path) == "required"
-    ]
-    if found:
-        raise StateMismatch(
-            [
-                Mismatch(
-                    format_path(path),
-                    what,
-                    *(("an entry", "nothing") if path in theirs else ("nothing", "an entry")),
-                )
-                for path, what in found
-            ]
-        )
-
-
-def _places(local: Description, tree: Manifest, loading: Loading) -> dict[Path, int]:
-    """Return the local leaves that are written, by path. What an object has instead of them varies."""
-    rules, ours = rules_of(loading.objects), dict(occurrences(local.manifest))
-    places = {path: (leaf, ours[path]) for path, leaf in occurrences(tree) if path in ours}
-
-    def fits(path: Path, incoming: Leaf, leaf: Leaf) -> bool:
-        if rules(path) != "varies" or part_of(leaf) is not None:
-            return True
-        specs = (
-            [(s.dtype, s.shape) for s in (m.tensors[n] for n in each.parts)]
-            for m, each in ((tree, incoming), (local.manifest, leaf))
-        )
-        return incoming.kind == leaf.kind and incoming.fixed == leaf.fixed and next(specs) == next(specs)
-
-    return {
-        path: ours
-        for path, (theirs, ours) in places.items()
-        if fits(path, tree.leaves[theirs], local.manifest.leaves[ours])
-    }
+    if found.mismatches or lacking:
+        raise StateMismatch([*found.mismatches, *lacking], hints=found.hints)
+    return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 
 
 def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:

@@ -29,7 +29,7 @@ from torchferry.core.agreement import (
 )
 from torchferry.core.assignment import Assignment, Table, assign
 from torchferry.core.codec import decode_manifest, decode_value
-from torchferry.core.pull import LEASE_ENDED, NOTHING, OK
+from torchferry.core.pull import CHANGED, LEASE_ENDED, NOTHING, OK
 from torchferry.errors import (
     FerryError,
     LinkBroken,
@@ -56,6 +56,9 @@ _STALE_S = 0.8
 
 _LOOK_S = 0.2
 """How often a coordinator looks whether a rank that waits for an answer is still there."""
+
+_LAST_S = 2.0
+"""How long a coordinator waits until all ranks have their last answer."""
 
 _GRACE_S = 1.0
 """How long a rank waits after its deadline: the coordinator has a deadline too, and knows who is missing."""
@@ -88,8 +91,11 @@ class Coordinator:
         self.ranks: Mapping[int, Join] = {}
 
     def close(self, reason: str) -> None:
-        """Answer nobody any more. Those who wait are told the reason."""
+        """Answer nobody any more. If this rank has its last answer, the others get it first."""
         with self._changed:
+            if self._rank in self._answered:
+                here = {self._rank, *self._gone}
+                self._changed.wait_for(lambda: here >= self._connections.keys(), _LAST_S)
             self._closed = reason
             self._changed.notify_all()
 
@@ -97,8 +103,10 @@ class Coordinator:
         """Note that the process of a rank ended, or that its call did."""
         with self._changed:
             for rank in [rank for rank, number in self._connections.items() if number == connection]:
+                del self._connections[rank]
                 if rank not in self._answered:
                     self._lose(rank, _LOST)
+            self._changed.notify_all()
 
     def _lose(self, rank: int, reason: str) -> None:
         logger.debug("rank %d is gone: %s", rank, reason)
@@ -114,10 +122,12 @@ class Coordinator:
             return Response(NOTHING)
         post = decode_value(request.body, post_decoder)
         with self._changed:
-            if self._assignment is not None and post.join is not None and not post.gone:
-                return _left("it coordinates an earlier call")
-            self._note(post, request.connection)
-            while (answer := self._answer_to(post.rank)) is None:
+            is_over = self._closed is not None or self._assignment is not None
+            if is_over and post.join is not None and not post.gone:
+                return Response(CHANGED)  # this is the coordinator of an earlier call
+            if self._closed is None:
+                self._note(post, request.connection)
+            while self._closed is not None or (answer := self._answer_to(post.rank)) is None:
                 if self._closed is not None:
                     return _left(self._closed)
                 if not self._is_connected(request.connection):
@@ -184,7 +194,7 @@ class Coordinator:
             if waiting and not is_late:
                 return None
             for each in here.keys() - waiting - self._answered:
-                if not self._is_connected(self._connections[each]):
+                if not self._is_connected(self._connections.get(each, 0)):
                     self._lose(each, _LOST)
             return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
         others = {each: post for each, post in said.items() if not post.done}
@@ -279,8 +289,12 @@ class Member:
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
-                    return answer_decoder.decode(body)
-                reason, is_lost = body.decode(errors="replace"), bool(self.ranks)
+                    answer = answer_decoder.decode(body)
+                    if isinstance(answer, (Finished, Refusal)):
+                        self.close()
+                    return answer
+                reason = body.decode(errors="replace")
+                is_lost = head.status == LEASE_ENDED or bool(self.ranks)
             except LinkTimeout:
                 what = f"rank {self.coordinator}, which coordinates, did not answer in time"
                 raise LinkTimeout(what, peer=self.coordinator) from None

@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Any, Literal, TypeVar
@@ -23,6 +23,7 @@ from torchferry.core.machine import Machine
 from torchferry.core.outcome import ChunkState, Outcome
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
+from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport
 from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.core.text import show_text
@@ -88,20 +89,20 @@ class FetchOptions:
 
     wanted: LeaseRequest
     timeout_s: float
-    max_metadata_bytes: int
     local_state: Callable[[], object] | None
-    strict: bool
-    extra: Extra
-    compare: bool | Literal["auto"]
-    atomic: bool
-    verify: bool
-    stall_s: float | None
-    via: Via | None
-    reshare: Resharing | None
-    linger_s: float
-    tls: ssl.SSLContext | None
-    context: RebuildContext
-    on_progress: Callable[[ProgressEvent], object] | None
+    max_metadata_bytes: int = MAX_METADATA_BYTES
+    strict: bool = True
+    extra: Extra = "error"
+    compare: bool | Literal["auto"] = "auto"
+    atomic: bool = False
+    verify: bool = True
+    stall_s: float | None = None
+    via: Via | None = None
+    reshare: Resharing | None = None
+    linger_s: float = 10.0
+    tls: ssl.SSLContext | None = None
+    context: RebuildContext = field(default_factory=RebuildContext)
+    on_progress: Callable[[ProgressEvent], object] | None = None
     gate: Callable[[], object] = lambda: None
 
 
