@@ -172,7 +172,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         part = f" {self.position}" if self.position else ""
-        return f"{self.path}{part}: " + " differs from ".join(map(show_ranks, self.groups))
+        return f"{self.path}{part}: differs between " + " and ".join(map(show_ranks, self.groups))
 
 
 class ReplicasDiffer(StateError):

@@ -105,7 +105,7 @@ class TestReplicas:
         for error in errors_of(quad, sync_with_a_deviation, None, ()):
             assert isinstance(error, torchferry.ReplicasDiffer)
             assert error.differences == (torchferry.Difference("model.b", "", ((0, 1, 3), (2,))),)
-            assert "model.b: ranks 0, 1, 3 differs from rank 2" in str(error)
+            assert "model.b: differs between ranks 0, 1, 3 and rank 2" in str(error)
             assert "trust=RANK" in str(error)
 
     def test_take_the_values_of_the_trusted_rank(self, quad: Cluster) -> None:

@@ -264,3 +264,23 @@ def test_without_pytree_only_the_metadata_of_torch_s_pgtransport_is_unsupported(
     with pytest.raises(ImportError):
         internals.pytree()
     assert transfer({"w": torch.ones(2)}).state["w"].tolist() == [1, 1]
+
+
+def test_without_private_lookups_the_store_of_a_group_is_found_otherwise(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.group.WORLD
+    assert internals.store_of(group) is not None
+    monkeypatch.delattr(dist.distributed_c10d, "_world")
+    store = SimpleNamespace()
+    assert internals.store_of(SimpleNamespace(get_group_store=lambda: store)) is store
+    # The last resort is the store at MASTER_ADDR, with a prefix for the group.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    one, two = (internals.store_of(SimpleNamespace(group_name=name)) for name in ("one", "two"))
+    one.set("key", "1")
+    two.set("key", "2")
+    assert (one.get("key"), two.get("key")) == (b"1", b"2")
+    monkeypatch.delenv("MASTER_ADDR")
+    assert internals.store_of(SimpleNamespace()) is None

@@ -12,6 +12,7 @@ import pytest
 from torchferry.errors import BadArgument
 from torchferry.links.address import (
     Address,
+    group_host,
     is_token,
     listen,
     parse_address,
@@ -225,3 +226,24 @@ def test_a_fixed_port_can_be_used_again_at_once() -> None:
     )
     with listen("127.0.0.1", port) as again:
         assert again.getsockname()[1] == port
+
+
+class TestTheHostForAGroup:
+    @pytest.fixture(autouse=True)
+    def _no_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+    def test_is_the_interface_of_gloo(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+        monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+        assert group_host() == "lo"
+
+    def test_is_the_address_that_routes_to_the_master(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        assert group_host() in ("127.0.0.1", "::1")
+
+    @pytest.mark.parametrize("master", ["", "no-such-host.invalid"])
+    def test_is_loopback_otherwise(self, monkeypatch: pytest.MonkeyPatch, master: str) -> None:
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert group_host() == "127.0.0.1"

@@ -635,3 +635,23 @@ def test_a_server_that_does_not_accept_is_a_timeout() -> None:
 def test_the_longest_timeout_is_no_problem(served: Running) -> None:
     with contextlib.closing(HttpConnection(served.address, None, 8.6e13)) as connection:
         assert connection.request("GET", "/x", timeout_s=8.6e13).status == 200
+
+
+def test_a_handler_can_ask_whether_its_client_is_still_there(served: Running) -> None:
+    connection = HttpConnection(served.address, None, 5.0)
+
+    def ask() -> None:
+        with pytest.raises(LinkBroken):
+            connection.request("GET", "/wait", timeout_s=5)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: served.handler.asked)
+    number = served.handler.asked[0].connection
+    assert served.server.is_connected(number)
+    connection.shut_down()
+    wait_until(lambda: not served.server.is_connected(number), 2.0)
+    served.handler.go_on.set()
+    asking.join()
+    connection.close()
+    assert not served.server.is_connected(number + 1)
