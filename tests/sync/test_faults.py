@@ -24,6 +24,7 @@ from torchferry.engine.coordination import Member
 from torchferry.engine.published import Published
 from torchferry.engine.shelf import Shelf
 from torchferry.links.http_client import HttpConnection
+from torchferry.serving import Source
 
 NOTICED_S = 1.0
 STEPS = ("join", "has", "ready", "done")
@@ -185,8 +186,11 @@ def join_over_tcp(pipe: Any, rank: int, port: int) -> None:
     """The store is in the process of rank 0."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     pipe.send("ready")
-    version = pipe.recv()
+    version, dies = pipe.recv()
     connect = Member._connect
+    if dies:
+        # It has described its state, and is about to serve it.
+        Source.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
     def connect_and_tell(self: Member) -> Any:
         connection = connect(self)
@@ -217,14 +221,34 @@ def test_a_rank_that_dies_with_the_store_is_noticed_within_a_second() -> None:
     ):
         for process in (zero, one, two):
             assert process.receive() == "ready"
-        zero.send(3)
-        one.send(None)
+        zero.send((3, False))
+        one.send((None, False))
         assert one.receive() == "connected"
         killed_s = zero.signal()
         name, text, raised_s = one.receive()
         assert name == "LinkBroken"
         assert "store" in text
         assert raised_s - killed_s < NOTICED_S + 0.5
+
+
+@pytest.mark.usefixtures("_fork_server")
+def test_ranks_that_have_joined_need_no_store() -> None:
+    port = free_port()
+    with (
+        child(join_over_tcp, 0, port) as zero,
+        child(join_over_tcp, 1, port) as one,
+        child(join_over_tcp, 2, port) as two,
+    ):
+        for process in (zero, one, two):
+            assert process.receive() == "ready"
+        for process, version in ((zero, 3), (one, 3), (two, None)):
+            process.send((version, process is zero))
+        for process, role in ((one, "source"), (two, "receiver")):
+            while (found := process.receive()) == "connected":
+                pass
+            assert found[0] == role, found
+            assert [*found[1]] == [0]
+            assert found[2] == 3.0
 
 
 def test_an_interrupted_receiver_leaves_and_the_others_return(pair: Cluster) -> None:
