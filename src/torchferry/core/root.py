@@ -18,7 +18,7 @@ from msgspec.msgpack import Encoder
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from torchferry.core.destinations import tensors_by_extent
-from torchferry.core.manifest import PICKLED, VALUE, Manifest
+from torchferry.core.manifest import BUFFER, PICKLED, VALUE, Manifest
 from torchferry.core.plan import Plan
 from torchferry.core.pull import encode_digests
 from torchferry.core.tree import walk
@@ -51,6 +51,8 @@ def root_of(manifest: Manifest, plan: Plan, digests: Sequence[int]) -> str:
                 spec = manifest.tensors[part]
                 parts.append((spec.dtype, spec.shape, spec.stride, spec.conj, spec.neg, used[part]))
             content = path, leaf.kind, leaf.fixed, parts
+            if leaf.kind == BUFFER:
+                content += (leaf.traits,)
         nodes.append(xxh3_128_digest(_encoder.encode(content)))
     return xxh3_128_hexdigest(b"".join((*nodes, xxh3_128_digest(encode_digests(digests)))))
 

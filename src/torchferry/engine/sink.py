@@ -22,7 +22,7 @@ from torchferry.core.destinations import (
     place_in_local_state,
     unwritten_paths,
 )
-from torchferry.core.manifest import Manifest
+from torchferry.core.manifest import BUFFER, Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path
@@ -38,7 +38,7 @@ from torchferry.tensors.assemble import (
     tied_to_local,
 )
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import FreshMemory
+from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
     Memory,
@@ -80,6 +80,7 @@ class Sink:
     def __post_init__(self) -> None:
         self.pinned = self.local is not None and not self.local.is_all_cpu
         self._scratch: dict[int, Memory] = {}
+        self._bytes_storages = find_bytes_storages(self.manifest)
         self._states = bytearray(len(self.plan.chunks))
         self._digests: dict[int, int] = {}  # of chunks whose expected digest is not known yet
         self._expected: dict[int, int] = {}  # of chunks that have not been hashed yet
@@ -281,7 +282,7 @@ class Sink:
         if storage not in self._scratch:
             nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
-            self._scratch[storage] = new_memory(nbytes)
+            self._scratch[storage] = new_memory(nbytes, as_bytes=storage in self._bytes_storages)
         return self._scratch[storage]
 
     def increment_versions(self) -> None:
@@ -360,7 +361,9 @@ def target_in_place(
     if extra == "drop":
         # Dropped leaves may have types that this process does not know.
         prepared = prepare(incoming, context, cache, only=paired_leaves)
-    fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
+    # Large values have no place in the local state.
+    values = {pair.incoming for pair in comparison.pairs if manifest.leaves[pair.incoming].kind == BUFFER}
+    fresh_tensors = {part for leaf in fresh_leaves | values for part in manifest.leaves[leaf].parts}
     if comparison.identical:
         tree = prepared
         sink = Sink(manifest, plan, local=local, written=range(len(local.tensors)))
@@ -373,7 +376,7 @@ def target_in_place(
             place_in_local_state(plan.extents, manifest, local.manifest, pairs, fresh_tensors),
             local=local,
             written={pair.local for pair in pairs},
-            paired={pair.path for pair in comparison.pairs},
+            paired={pair.path for pair in comparison.pairs if pair.incoming not in values},
         )
     # Allocate before anything is written, so that a lack of memory leaves the local state unchanged.
     scratch_tensors = fresh_tensors.union(pair.incoming for pair in sink.destinations.via_scratch)

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
+from torchferry.core.manifest import BUFFER, OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
 from torchferry.errors import Unsendable
 from torchferry.tensors import registry
@@ -43,7 +43,7 @@ class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
     It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
-    whose changes torch does not count: inference tensors, and views of ndarrays.
+    whose changes torch does not count: inference tensors, and views of ndarrays and large values.
     """
 
     manifest: Manifest
@@ -98,10 +98,12 @@ def describe_target(state: object) -> Description:
     unwritable = dict.fromkeys(_find_overlapping(used), _OVERLAPPING)
     unwritable |= dict.fromkeys(_find_read_only(used), _READ_ONLY)
     # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
-    if not unwritable and not described.uncounted:
+    if not unwritable and not described.uncounted and BUFFER not in {leaf.kind for leaf in manifest.leaves}:
         return described
 
     def checked(leaf: Leaf) -> Leaf:
+        if leaf.kind == BUFFER:
+            return Leaf(OPAQUE, traits="large bytes")
         reasons = [unwritable.get(manifest.tensors[part].storage) for part in leaf.parts]
         reasons += [_READ_ONLY] if leaf.kind == NDARRAY.name and not leaf.traits else []
         reason = next(filter(None, reasons), None)
@@ -125,7 +127,12 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
         raise Unsendable(what, phase="describe") from None
     manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
     versions = versions_of(walk.tensors)
-    uncounted = {part for leaf in walk.leaves if leaf.kind == NDARRAY.name for part in leaf.parts}
+    uncounted = {
+        part
+        for leaf, value in zip(walk.leaves, walk.values, strict=True)
+        if leaf.kind == NDARRAY.name or (leaf.kind == BUFFER and type(value) is not bytes)
+        for part in leaf.parts
+    }
     uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
     values = tuple(walk.values)
     return Description(manifest, memories, tuple(walk.tensors), values, versions, frozenset(uncounted))
@@ -143,6 +150,7 @@ class _Walk:
         self._substitute_leaf = substitute_leaf
         self._check_each = check_each
         self._leaf_by_id: dict[int, int] = {}
+        self._number_by_id: dict[int, int] = {}
         self._all_path_bytes = 0
         self.root = self._visit(state, (), 0)
 
@@ -223,8 +231,12 @@ class _Walk:
                 check_tensor(tensor)
             except RuntimeError as error:
                 raise Unsendable(f"a tensor without accessible memory can't be sent: {error}") from None
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
+        # Tensor subclasses may share an inner tensor, and jagged ones must: their sizes are equal only then.
+        number = self._number_by_id.get(id(tensor), -1)
+        if not (0 <= number < len(self.tensors) and self.tensors[number] is tensor):
+            number = self._number_by_id[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return number
 
     def _add_leaf(self, leaf: Leaf, value: object) -> int:
         self.leaves.append(leaf)
