@@ -61,7 +61,7 @@ class Reader:
         (length,) = struct.unpack("<q", self._read(0x54460000))
         data = self._read(0x54460001)
         assert len(data) == length
-        assert data[:5] == b"TFRY\x08"
+        assert data[:5] == b"TFRY\x09"
         assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
         body = msgspec.msgpack.decode(data[13:])
         defaults = [None, None, None, 0, b"", None, False, 0, 0, None, b""]

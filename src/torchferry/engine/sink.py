@@ -282,7 +282,7 @@ class Sink:
         if storage not in self._scratch:
             nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
-            self._scratch[storage] = new_memory(nbytes, as_bytes=storage in self._bytes_storages)
+            self._scratch[storage] = new_memory(nbytes, storage in self._bytes_storages)
         return self._scratch[storage]
 
     def increment_versions(self) -> None:

@@ -77,7 +77,7 @@ class FreshMemory:
             if self.tensors and (number := self._only_tensor[storage]) in self.tensors:
                 return Memory(self.tensors[number].untyped_storage(), 0, CPU)
             nbytes, as_bytes = self._manifest.storages[storage], storage in self._bytes_storages
-            self._memories[storage] = new_memory(nbytes, as_bytes=as_bytes)
+            self._memories[storage] = new_memory(nbytes, as_bytes)
         return self._memories[storage]
 
     def fault_in(self, piece: Extent) -> None:

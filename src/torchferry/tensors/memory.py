@@ -66,7 +66,7 @@ def check_room(nbytes: int, what: str) -> None:
         )
 
 
-def new_memory(nbytes: int, *, as_bytes: bool = False) -> Memory:
+def new_memory(nbytes: int, as_bytes: bool = False) -> Memory:
     """Allocate memory on the CPU for one storage; raises StateError if that fails.
 
     With `as_bytes`, it is the memory of a bytes object, which nobody else may see before it is written.
@@ -101,7 +101,7 @@ def memory_at(address: int, nbytes: int, owner: object = None) -> Memory:
 
 def memory_of_bytes(value: bytes) -> Memory:
     """View the memory of a bytes object as a storage, which keeps the object alive."""
-    address = ctypes.cast(value, ctypes.c_void_p).value or 0
+    address = ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value or 0
     return Memory(memory_at(address, len(value), value).storage, 0, CPU, value)
 
 

@@ -28,7 +28,7 @@ from torchferry.core.text import MAX_CHARACTERS
 from torchferry.errors import BadManifest, FerryError, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.kinds import ndarray
-from torchferry.tensors.kinds.buffer import check_array
+from torchferry.tensors.kinds.buffer import make_array, make_stream
 from torchferry.tensors.memory import DTYPES
 
 T = TypeVar("T")
@@ -75,10 +75,8 @@ def to_wire(value: Any, depth: int = 0) -> Value:
             if not registry.is_registered(cls):
                 return to_wire(_base_value(value), depth)
             kind = _SUBCLASS
-        elif _is_container(value):
-            kind = _CONTAINER
         else:
-            raise Unsendable(_explain_unsendable(value))
+            kind = _CONTAINER
 
     def encode(inner: object) -> Value:
         if depth == MAX_NESTING:
@@ -226,20 +224,16 @@ def _subclass_from_wire(wire: tuple[str, Item]) -> object:
     cls, value = registry.look_up(name), from_wire(base)
     if not issubclass(cls, type(value)) or issubclass(cls, enum.Enum) or type(value) not in (str, int):
         raise ValueError(f"{name} is not a subclass of {type(value).__qualname__}")
-    return type(value).__new__(cls, value)
-
-
-def _is_container(value: object) -> bool:
-    from torchferry.tensors.containers import take_apart  # containers has values in it, too
-
-    return take_apart(value) is not None
+    return type(value).__new__(cls, value)  # type: ignore[call-arg]
 
 
 def _container_to_wire(value: Any, encode: _Encode) -> object:
-    from torchferry.tensors.containers import take_apart
+    """Encode a container that is inside a value and has no kind of its own, such as a dataclass."""
+    from torchferry.tensors.containers import take_apart  # which imports values
 
     parts = take_apart(value)
-    assert parts is not None, "only containers are encoded as such"
+    if parts is None:
+        raise Unsendable(_explain_unsendable(value))
     keys = None if type(parts.keys) is range else [*map(encode, parts.keys)]
     return [parts.kind, keys, [*map(encode, parts.children)], parts.extra]
 
@@ -248,7 +242,7 @@ def _container_from_wire(wire: tuple[str, _Items | None, _Items, Item]) -> objec
     from torchferry.tensors.containers import container_builder
 
     kind, keys, children, extra = wire
-    branch: Any = Branch(kind, (0,) * len(children), keys, extra)  # type: ignore[arg-type]
+    branch = Branch(kind, (0,) * len(children), keys, extra)  # type: ignore[arg-type]
     return container_builder(branch)(_list_from_wire(children))
 
 
@@ -265,14 +259,7 @@ def _moment_from_wire(cls: Any) -> Callable[[_Items], object]:
 
 
 _MAX_FRACTION_BITS = 1 << 16
-"""Python reduces a fraction in time that is quadratic in its bits."""
-
-
-def _fraction_to_wire(fraction: Fraction, encode: _Encode) -> object:
-    numbers = fraction.numerator, fraction.denominator
-    if max(number.bit_length() for number in numbers) > _MAX_FRACTION_BITS:
-        raise Unsendable(f"a Fraction of more than {_MAX_FRACTION_BITS} bits can't be sent: send two ints")
-    return [*map(encode, numbers)]
+"""No receiver takes a larger fraction: Python reduces it in time that is quadratic in its bits."""
 
 
 def _fraction_from_wire(wire: _Items) -> object:
@@ -286,18 +273,6 @@ def _stream_to_wire(stream: io.BytesIO, _: _Encode) -> object:
     if stream.closed:
         raise Unsendable("a closed BytesIO can't be sent: leave it out")
     return [stream.getvalue(), stream.tell()]
-
-
-def _stream_from_wire(wire: tuple[bytes, int]) -> object:
-    stream = io.BytesIO(wire[0])
-    stream.seek(wire[1])
-    return stream
-
-
-def _array_from_wire(wire: tuple[str, int, bytes]) -> object:
-    typecode, itemsize, data = wire
-    check_array(typecode, itemsize, len(data))
-    return array.array(typecode, data)
 
 
 _PATHS = {
@@ -365,12 +340,13 @@ _KINDS = (
     ValueKind(53, timezone, _Items, lambda zone, encode: [*map(encode, zone.__getinitargs__())],
               lambda wire: timezone(*_list_from_wire(wire))),
     ValueKind(54, Decimal, str, lambda number, _: str(number), Decimal),
-    ValueKind(55, Fraction, _Items, _fraction_to_wire, _fraction_from_wire),
+    ValueKind(55, Fraction, _Items, lambda f, encode: [encode(f.numerator), encode(f.denominator)],
+              _fraction_from_wire),
     ValueKind(56, uuid.UUID, tuple[bytes, int | None], lambda u, _: [u.bytes, u.is_safe.value],
               lambda wire: uuid.UUID(bytes=wire[0], is_safe=uuid.SafeUUID(wire[1]))),
-    ValueKind(57, io.BytesIO, tuple[bytes, Count], _stream_to_wire, _stream_from_wire),
-    ValueKind(58, array.array, tuple[str, Count, bytes],
-              lambda a, _: [a.typecode, a.itemsize, a.tobytes()], _array_from_wire),
+    ValueKind(57, io.BytesIO, tuple[bytes, Count], _stream_to_wire, lambda wire: make_stream(*wire)),
+    ValueKind(58, array.array, tuple[bytes, str, Count],
+              lambda a, _: [a.tobytes(), a.typecode, a.itemsize], lambda wire: make_array(*wire)),
 )  # fmt: skip
 
 _by_type = {kind.type: kind for kind in _KINDS} | dict.fromkeys(_PATHS.values(), _PATH)

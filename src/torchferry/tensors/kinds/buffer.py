@@ -63,11 +63,21 @@ def value_from_bytes(leaf: Leaf, data: bytes) -> object:
     if form.type == "bytearray":
         return bytearray(data)
     if form.type == "array":
-        return array.array(form.typecode, data)
-    if form.type == "bytes":
-        return data
+        return make_array(data, form.typecode, form.itemsize)
+    return make_stream(data, form.position) if form.type == "BytesIO" else data
+
+
+def make_array(data: bytes, typecode: str, itemsize: int) -> object:
+    """Create an array of a peer; raise ValueError if this machine has no such items."""
+    if typecode not in array.typecodes or array.array(typecode).itemsize != itemsize:
+        raise ValueError(f"{show(typecode)} is no type of array with items of {itemsize} bytes here")
+    return array.array(typecode, data)
+
+
+def make_stream(data: bytes, position: int) -> object:
+    """Create a BytesIO that shares its data until it is written to."""
     stream = io.BytesIO(data)
-    stream.seek(form.position)
+    stream.seek(position)
     return stream
 
 
@@ -80,13 +90,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.stride != (1,):
         raise ValueError(f"its tensor is {show_name(spec.dtype)}{show(spec.shape)}, expected uint8 in a row")
     if form.type == "array":
-        check_array(form.typecode, form.itemsize, spec.shape[0])
-
-
-def check_array(typecode: str, itemsize: int, nbytes: int) -> None:
-    """Raise ValueError if an array of a peer does not fit this machine."""
-    if typecode not in array.typecodes or array.array(typecode).itemsize != itemsize or nbytes % itemsize:
-        raise ValueError(f"{nbytes} bytes in an array of {show(typecode)} with items of {itemsize} bytes")
+        make_array(b"", form.typecode, form.itemsize)
 
 
 BUFFERS = Kind(BUFFER, _describe, _rebuild, 1, None, BufferForm, _check)

@@ -23,8 +23,9 @@ _INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "quint4x2": 
 _PACKED = {"quint4x2": 2, "quint2x4": 4}
 """How many items a byte holds. Such a tensor is sent as its bytes."""
 
+_PER_TENSOR = "torch.per_tensor_affine"
 _PARAMETERS = {
-    "torch.per_tensor_affine": ("float64", "int64"),
+    _PER_TENSOR: ("float64", "int64"),
     "torch.per_channel_affine": ("float64", "int64"),
     "torch.per_channel_affine_float_qparams": ("float32", "float32"),
 }
@@ -42,69 +43,59 @@ class QuantizedFixed(Form, frozen=True):
 
 def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     data = tensor.detach()
-    fixed = QuantizedFixed(dtype_name(data.dtype), str(data.qscheme()), tuple(data.shape), 0)
-    if fixed.scheme not in _PARAMETERS or fixed.dtype not in _INTEGERS:
-        raise Unsendable(
-            f"a quantized tensor ({data.dtype}, {data.qscheme()}) can't be sent: dequantize() it"
-        )
-    if fixed.scheme == "torch.per_tensor_affine":
+    try:
+        scheme = str(data.qscheme())
+    except RuntimeError:
+        scheme = "no scheme"
+    if scheme not in _PARAMETERS:
+        raise Unsendable(f"a quantized tensor ({data.dtype}, {scheme}) can't be sent: dequantize() it")
+    axis = 0
+    if scheme == _PER_TENSOR:
         scales = torch.tensor([data.q_scale()], dtype=torch.float64, device=CPU)
         zeros = torch.tensor([data.q_zero_point()], dtype=torch.int64, device=CPU)
     else:
         scales, zeros = data.q_per_channel_scales(), data.q_per_channel_zero_points()
-        fixed = QuantizedFixed(*(fixed.dtype, fixed.scheme, fixed.size), data.q_per_channel_axis())
-    shape, stride = fixed.size, tuple(data.stride())
+        axis = data.q_per_channel_axis()
+    fixed = QuantizedFixed(dtype_name(data.dtype), scheme, tuple(data.shape), axis)
+    shape, stride, offset = fixed.size, tuple(data.stride()), int(data.storage_offset())
     if fixed.dtype in _PACKED:
-        if not data.is_contiguous() or data.storage_offset():
+        if not data.is_contiguous() or offset:
             raise Unsendable(f"a view of a {data.dtype} tensor can't be sent: its items are not whole bytes")
         shape, stride = (_packed_bytes(fixed),), (1,)
-    dtype = DTYPES[_INTEGERS[fixed.dtype]]
-    memory = Memory(data.untyped_storage(), 0, data.device)
-    items = strided(memory, dtype, int(data.storage_offset()) * dtype.itemsize, shape, stride)
-    parts = tuple(map(add_tensor, (items, scales, zeros)))
-    return Leaf(QUANTIZED.name, parts, fixed.packed(), grad_flags(tensor) or None)
+    integers = DTYPES[_INTEGERS[fixed.dtype]]
+    memory = Memory(data.untyped_storage(), offset * integers.itemsize, data.device)
+    parts = strided(memory, integers, 0, shape, stride), scales, zeros
+    return Leaf(QUANTIZED.name, tuple(map(add_tensor, parts)), fixed.packed(), grad_flags(tensor) or None)
 
 
 def _packed_bytes(fixed: QuantizedFixed) -> int:
     return -(-prod(fixed.size) // _PACKED[fixed.dtype])
 
 
-def _make(fixed: QuantizedFixed, parts: Sequence[torch.Tensor], stride: Sequence[int]) -> torch.Tensor:
-    """Create a quantized tensor over the memory of its integers."""
-    items, scales, zeros = parts
-    dtype = DTYPES[fixed.dtype]
-    if fixed.scheme == "torch.per_tensor_affine":
-        empty = torch.empty(0, dtype=torch.float32, device=items.device)
+def _make(leaf: Leaf, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Create a quantized tensor over the memory of its integers, with copies of the other parts."""
+    fixed, (items, scales, zeros) = QuantizedFixed.read(leaf.fixed), parts
+    dtype, axes = DTYPES[fixed.dtype], range(len(fixed.size))
+    shape = [len(scales) if axis == fixed.axis else 1 for axis in axes]
+    empty = torch.zeros(shape, dtype=torch.float32, device=items.device)
+    if fixed.scheme == _PER_TENSOR:
         made = torch.quantize_per_tensor(empty, float(scales), int(zeros), dtype)
     else:
-        shape = [len(scales) if axis == fixed.axis else 1 for axis in range(len(fixed.size))]
-        empty = torch.zeros(shape, dtype=torch.float32, device=items.device)
-        made = torch.quantize_per_channel(empty, scales, zeros, fixed.axis, dtype)
-    return made.set_(items.untyped_storage(), int(items.storage_offset()), fixed.size, tuple(stride))
-
-
-def _stride(fixed: QuantizedFixed, items: torch.Tensor) -> Sequence[int]:
-    if fixed.dtype not in _PACKED:
-        return items.stride()
-    return torch.empty(fixed.size, dtype=torch.uint8, device="meta").stride()
+        made = torch.quantize_per_channel(empty, scales.clone(), zeros.clone(), fixed.axis, dtype)
+    stride = items.stride()
+    if fixed.dtype in _PACKED:
+        stride = torch.empty(fixed.size, dtype=torch.uint8, device="meta").stride()
+    return made.set_(items.untyped_storage(), int(items.storage_offset()), fixed.size, stride)
 
 
 def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> object:
-    fixed = QuantizedFixed.read(leaf.fixed)
-    return with_grad_flags(_make(fixed, parts, _stride(fixed, parts[0])), leaf.traits or 0)  # type: ignore[arg-type]
+    return with_grad_flags(_make(leaf, parts), leaf.traits or 0)  # type: ignore[arg-type]
 
 
 def _finish_in_place(leaf: Leaf, local: Any, parts: Sequence[torch.Tensor]) -> object:
-    """Give a local tensor the scale and zero point that were received. Its integers are written already."""
     # `copy_` of a quantized tensor takes over scales and zero points. Integers are copied to themselves.
     with torch.no_grad():
-        local.copy_(
-            _make(
-                QuantizedFixed.read(leaf.fixed),
-                [p.clone() if p is not parts[0] else p for p in parts],
-                local.stride(),
-            )
-        )
+        local.copy_(_make(leaf, parts))
     return local
 
 
@@ -121,7 +112,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         found = f"{show_name(items.dtype)}{show(items.shape)}"
         raise ValueError(f"its integers are {found}, expected {_INTEGERS[fixed.dtype]}{show(shape)}")
     channels = 1
-    if fixed.scheme != "torch.per_tensor_affine":
+    if fixed.scheme != _PER_TENSOR:
         if fixed.axis >= len(fixed.size):
             raise ValueError(f"the axis of its channels is {fixed.axis} of {len(fixed.size)}")
         channels = fixed.size[fixed.axis]
