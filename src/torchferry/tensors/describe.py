@@ -284,8 +284,6 @@ def _why_not_written(value: Any, error: Unsendable) -> str | None:
             return "a lazy parameter without a shape: run a forward pass first"
         if value.device.type == "meta":
             return "a tensor on the meta device: call `to_empty()` first"
-        if value.is_quantized:
-            return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
         return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
     if issubclass(cls, numpy_class("ndarray")):
         return f"an array of the class {name}, which can't be overwritten in place"

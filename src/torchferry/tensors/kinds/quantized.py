@@ -59,8 +59,7 @@ def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     fixed = QuantizedFixed(dtype_name(data.dtype), scheme, tuple(data.shape), axis)
     shape, stride, offset = fixed.size, tuple(data.stride()), int(data.storage_offset())
     if fixed.dtype in _PACKED:
-        if not data.is_contiguous() or offset:
-            raise Unsendable(f"a view of a {data.dtype} tensor can't be sent: its items are not whole bytes")
+        # It is contiguous: torch has no views of such tensors.
         shape, stride = (_packed_bytes(fixed),), (1,)
     integers = DTYPES[_INTEGERS[fixed.dtype]]
     memory = Memory(data.untyped_storage(), offset * integers.itemsize, data.device)
