@@ -466,7 +466,7 @@ class Defaulting(defaultdict[Any, Any]):
     pass
 
 
-class Unregistered(dict[Any, Any]):
+class UnregisteredDict(dict[Any, Any]):
     pass
 
 
@@ -479,7 +479,7 @@ def test_a_registered_subclass_of_dict_arrives_with_its_items_and_attributes() -
     assert received["attributed"].w is received["attributed"]["w"]
     assert received["noted"].note == "a, b"
     assert received["defaulting"]["new"] == []
-    local = {
+    local: dict[str, Any] = {
         "attributed": Attributed(w=torch.zeros(1)),
         "noted": noted,
         "defaulting": Defaulting(list, x=[0]),
@@ -490,7 +490,7 @@ def test_a_registered_subclass_of_dict_arrives_with_its_items_and_attributes() -
 
 
 def test_a_subclass_of_dict_that_is_not_registered_is_refused_with_advice() -> None:
-    assert "torchferry.register" in refusal_at_a_path(Unregistered(a=1))
+    assert "torchferry.register" in refusal_at_a_path(UnregisteredDict(a=1))
 
 
 def test_a_subclass_of_dict_with_tensors_in_its_attributes_is_refused() -> None:

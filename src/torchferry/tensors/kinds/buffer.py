@@ -26,9 +26,9 @@ class BufferForm(Form, frozen=True):
     """The type of a value, the position of a BytesIO, and the typecode and item size of an array."""
 
     type: Literal["bytes", "bytearray", "BytesIO", "array"]
-    position: Count = 0
-    typecode: str = ""
-    itemsize: Count = 1
+    position: Count
+    typecode: str
+    itemsize: Count
 
 
 def is_large(value: Any) -> bool:
@@ -43,12 +43,12 @@ def is_large(value: Any) -> bool:
 
 def _describe(value: Any, add_tensor: AddTensor) -> Leaf:
     cls = type(value)
-    form = BufferForm(_TYPES[cls])
+    form = BufferForm(_TYPES[cls], 0, "", 1)
     if cls is array.array:
         form = BufferForm("array", 0, value.typecode, value.itemsize)
     elif cls is io.BytesIO:
         # A copy is made only when it is written to.
-        form, value = BufferForm("BytesIO", value.tell()), value.getvalue()
+        form, value = BufferForm("BytesIO", value.tell(), "", 1), value.getvalue()
     if type(value) is bytes:
         data = strided(memory_of_bytes(value), torch.uint8, 0, (len(value),), (1,))
     else:
@@ -91,6 +91,8 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
         raise ValueError(f"its tensor is {show_name(spec.dtype)}{show(spec.shape)}, expected uint8 in a row")
     if form.type == "array":
         make_array(b"", form.typecode, form.itemsize)
+        if spec.shape[0] % form.itemsize:
+            raise ValueError(f"it has {spec.shape[0]} bytes in items of {form.itemsize}")
 
 
 BUFFERS = Kind(BUFFER, _describe, _rebuild, 1, None, BufferForm, _check)

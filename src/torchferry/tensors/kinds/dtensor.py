@@ -60,7 +60,7 @@ class DTensorFixed(Form, frozen=True):
     shape: Dims
     mesh: Dims
     position: str
-    local: Nodes = ()
+    local: Nodes
 
 
 class DTensorTraits(Form, frozen=True):
@@ -69,7 +69,7 @@ class DTensorTraits(Form, frozen=True):
     grad: GradFlags
     stride: Dims
     mesh: MeshLayout
-    local: tuple[GradFlags, ...] = ()
+    local: tuple[GradFlags, ...]
 
 
 def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
