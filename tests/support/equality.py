@@ -8,6 +8,7 @@ import io
 import struct
 import sys
 from collections import OrderedDict, defaultdict, deque
+from datetime import date, time, timezone
 from decimal import Decimal
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -71,8 +72,9 @@ def _compare(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None
         assert (one.getvalue(), one.tell()) == (two.getvalue(), two.tell()), path
     elif isinstance(one, (torch.finfo, torch.iinfo)):
         assert one.dtype == two.dtype, path
-    elif isinstance(one, Decimal):
-        assert str(one) == str(two), f"{path}: {one!r} became {two!r}"
+    elif isinstance(one, (Decimal, date, time, timezone)):
+        # Some that are not equal in all respects are equal to Python.
+        assert repr(one) == repr(two), f"{path}: {one!r} became {two!r}"
     elif _is_ndarray(one):
         _compare_arrays(one, two, path, first, second)
     elif isinstance(one, (dict, MappingProxyType)):
