@@ -24,6 +24,7 @@ from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
+from torchferry.tensors.kinds.quantized import QUANTIZED
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
@@ -43,7 +44,8 @@ class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
     It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
-    whose changes torch does not count: inference tensors, and views of ndarrays and large values.
+    whose changes torch does not count: inference tensors, and views of ndarrays, quantized tensors
+    and large values.
     """
 
     manifest: Manifest
@@ -130,7 +132,7 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
     uncounted = {
         part
         for leaf, value in zip(walk.leaves, walk.values, strict=True)
-        if leaf.kind == NDARRAY.name or (leaf.kind == BUFFER and type(value) is not bytes)
+        if leaf.kind in (NDARRAY.name, QUANTIZED.name) or (leaf.kind == BUFFER and type(value) is not bytes)
         for part in leaf.parts
     }
     uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}

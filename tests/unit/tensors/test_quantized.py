@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import torchferry
 from tests.support.equality import assert_same
 from tests.support.transfer import transfer
-from torchferry.errors import StateMismatch
+from torchferry.errors import FerryError, StateMismatch
 
 # torch deprecates quantized tensors.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -75,3 +76,11 @@ def test_a_quantized_tensor_does_not_land_in_one_of_another_scheme() -> None:
     for local in (per_tensor(0, torch.quint8), per_channel(0), torch.zeros(3, 4)):
         with pytest.raises(StateMismatch, match="q: "):
             transfer({"q": per_tensor(0)}, into={"q": local})
+
+
+def test_a_quantized_tensor_that_changes_while_it_is_served_is_noticed() -> None:
+    tensor = per_tensor(0)
+    with torchferry.serve({"q": tensor}, version=1, snapshot=False) as source:
+        tensor.copy_(per_tensor(5))
+        with pytest.raises(FerryError, match="changed"):
+            torchferry.fetch(source.address, timeout=5)

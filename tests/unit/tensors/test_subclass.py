@@ -358,3 +358,6 @@ def test_only_known_libraries_that_are_installed_can_be_registered(monkeypatch: 
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(BadArgument, match="torchao can't be imported here"):
         torchferry.register_known("torchao")
+    monkeypatch.setitem(sys.modules, "torch.nested._internal.nested_tensor", None)
+    with pytest.raises(BadArgument, match="torch can't be imported here"):
+        torchferry.register_known("torch")
