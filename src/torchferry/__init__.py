@@ -48,5 +48,6 @@ from torchferry.serving import Status as Status
 from torchferry.serving import serve as serve
 from torchferry.tensors.registry import register as register
 from torchferry.tensors.registry import register_known as register_known
+from torchferry.tensors.rng import RNG as RNG
 
 __version__ = "0.1.0"

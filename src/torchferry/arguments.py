@@ -78,9 +78,8 @@ def check_state_function(state_dict: object) -> None:
 
 def state_function(into: Any) -> Callable[[], object] | None:
     """Return a function that returns the local state, given that state or such a function."""
-    if hasattr(into, "load_state_dict"):
-        raise BadArgument(f"into is a {type(into).__name__}: pass the state that its state_dict() returns")
-    if into is None or callable(into):
+    # A module is callable too, but calling it runs its forward pass.
+    if into is None or (callable(into) and not hasattr(into, "load_state_dict")):
         return into  # type: ignore[no-any-return]
     return lambda: into
 

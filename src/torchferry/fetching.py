@@ -55,8 +55,10 @@ def fetch(
 
     Args:
         addresses: the `address` of a source, or several of them.
-        into: a state, or a function that returns one. Its tensors are written in place. Values that are not
-            tensors are only in the returned state. Without it, tensors are fresh and on the CPU.
+        into: a state, or a function that returns one. Its tensors are written in place. Objects in it, which
+            have `state_dict` and `load_state_dict`, are loaded and are in the returned state; all but modules
+            take what the source has, whatever `strict` and `extra` say. Other values that are not tensors
+            are only in the returned state. Without `into`, tensors are fresh and on the CPU.
         name: which of a source's states.
         version: fetch exactly this version.
         newer_than: wait for a version above this one, up to `timeout`. The transfer then has `timeout` again.
@@ -67,7 +69,8 @@ def fetch(
         strict: with `into`, whether both sides must have the same paths. If False, paths that only the local
             state has keep their values.
         atomic: with `into`, receive beside the state, and write when everything is verified. A failure then
-            leaves the state as it was. This takes as much memory again as the bytes that are fetched.
+            leaves the state as it was. This takes as much memory again as the bytes that are fetched, and
+            with objects also that of a copy of the local state, which they get back if one can't be loaded.
         extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
         compare: hash what `into` holds, and fetch only chunks that differ. "auto" does that if an earlier
             fetch wrote to these tensors.
@@ -94,7 +97,7 @@ def fetch(
         Corrupted: every source delivered damaged bytes again and again.
         PeerError: what a source sent can't be used, or its state changed.
         TargetTorn: one of these after local tensors were written; lists the paths, and has it as its cause.
-        StateError: there is no memory for the state.
+        StateError: there is no memory for the state; or with `atomic`, an object refused it.
     """
     given: Any = [addresses] if isinstance(addresses, str) else addresses
     # The message does not show the value, which may have tokens.

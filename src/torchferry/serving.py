@@ -118,7 +118,8 @@ class Source:
         """Serve a state as a new version of a name. Readers of the version before finish undisturbed.
 
         Args:
-            state: any state that `PGTransport` can send.
+            state: any state that `PGTransport` can send. It may also hold objects with `state_dict` and
+                `load_state_dict`; what their `state_dict()` returns now is served in their place.
             version: an int above the current version of the name, normally the training step.
             name: the name that receivers ask for.
             snapshot: copy the state, so that it may change when this returns. The copy's memory is used again

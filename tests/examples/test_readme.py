@@ -52,6 +52,18 @@ def test_what_it_says_about_serve_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert "state version 8, confirmed" in capsys.readouterr().out
 
 
+def test_what_it_says_about_objects_runs() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    names: dict[str, Any] = {"torchferry": torchferry, "model": model, "optimizer": optimizer, "step": 7}
+    names["scheduler"] = scheduler
+    exec(block_with("torchferry.RNG()"), names)
+    names["source"].close()
+    assert names["got"].state["model"] is model
+    assert names["step"] == 7
+
+
 def test_what_it_says_about_fetch_runs() -> None:
     state = {"weight": torch.ones(3)}
     with torchferry.serve(state, version=8) as source:

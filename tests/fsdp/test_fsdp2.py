@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import torchferry
 from tests.support.cluster import Cluster
 from tests.support.equality import bytes_of
 from torchferry import PGTransport
@@ -118,6 +119,32 @@ def transfer_and_step(
     return before, after, bits(model, optimizer)
 
 
+def fetch_and_step(rank: int, layout: list[Any], names: tuple[str, ...], steps: int) -> tuple[Bits, Bits]:
+    """Fetch objects from the twin in the other set; return the bits afterwards, and after one more step."""
+    own = rank // SET
+    mesh = meshes(layout, names)[own]
+    data_rank = mesh.get_local_rank(0)
+    model, optimizer = trainer(mesh, seed=own)
+    state = {"model": model, "optimizer": optimizer, "step": own}
+    for seed in range(1 if own == 0 else steps):
+        step(model, optimizer, seed=100 * own + data_rank + seed)
+    source = torchferry.serve(state, version=1) if own == 0 else None
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, None if source is None else source.address)
+    if own == 1:
+        parameters = list(model.parameters())
+        got = torchferry.fetch(addresses[rank - SET], into=state, mesh=mesh, timeout=60).state
+        assert got["model"] is model
+        assert got["step"] == 0
+        assert all(mine is still for mine, still in zip(parameters, model.parameters(), strict=True))
+    dist.barrier()
+    if source is not None:
+        source.close()
+    after = bits(model, optimizer)
+    step(model, optimizer, seed=7 + data_rank)
+    return after, bits(model, optimizer)
+
+
 LAYOUTS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "sharded": ([0, 1, 2, 3], ("data",)),
     "sharded in both dimensions": ([[0, 1], [2, 3]], ("data", "tensor")),
@@ -140,6 +167,18 @@ def test_both_sets_of_ranks_are_bit_identical_after_the_transfer_and_after_a_ste
         assert after == other_after == before
         assert later == other_later
         assert any(later[key] != after[key] for key in after if key.startswith("whole."))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 2], ids=["never stepped", "stepped"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_objects_of_twins_are_bit_identical_after_a_fetch_and_after_a_step(
+    name: str, steps: int, octet: Cluster
+) -> None:
+    layout, names = LAYOUTS[name]
+    answers = octet.run(fetch_and_step, layout, names, steps)
+    for served, fetched in zip(answers[:SET], answers[SET:], strict=True):
+        assert served == fetched
 
 
 def sharded(rank: int, fill: float) -> ShardedTensor:

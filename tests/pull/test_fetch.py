@@ -109,11 +109,6 @@ def test_into_may_be_a_state_or_a_function() -> None:
             assert local["weight"].unique().tolist() == [5]
 
 
-def test_into_an_object_says_what_to_pass() -> None:
-    with serve({"a": 1}, version=1) as source, pytest.raises(ValueError, match="state_dict"):
-        fetch(source.address, into=torch.nn.Linear(2, 2))
-
-
 def test_the_report_says_what_was_moved_and_from_whom() -> None:
     with serve(filled(5), version=9) as source:
         report = fetch(source.address, into=filled(0)).report

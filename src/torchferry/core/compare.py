@@ -23,6 +23,17 @@ Extra: TypeAlias = Literal["error", "fresh", "drop"]
 PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, str]]
 """Returns the properties of a leaf that are compared, as text by name: dtype, shape and more."""
 
+Rule: TypeAlias = Literal["varies", "fixed", "required"]
+"""What the object at or above a path makes of differences there.
+
+- "varies": the object takes whatever the peer has at this path, or nothing. What fits is written in place.
+- "fixed": the path must fit, and is never fresh: the object has no place for entries that only the peer has.
+- "required": both sides must have the path, whatever `strict` and `extra` say.
+"""
+
+RuleOf: TypeAlias = Callable[[Path], Rule | None]
+"""Returns the rule of a path, None if no object holds it."""
+
 
 class Pair(NamedTuple):
     """A path that both states have, and the numbers of its leaf, or of one of its tensors, in each."""
@@ -36,7 +47,8 @@ class Comparison(NamedTuple):
     """The paths that both states have, the paths that only one has, the mismatches, and hints at their cause.
 
     If `identical`, leaf n of one state is paired with leaf n of the other, and so are their tensors and
-    storages. Then pairs are not listed.
+    storages. Then pairs are not listed. `fresh` are the paths of `incoming_only` that are received all the
+    same. One of them may also be a local path, whose value does not fit and is replaced.
     """
 
     pairs: Sequence[Pair]
@@ -45,51 +57,99 @@ class Comparison(NamedTuple):
     incoming_only: Sequence[Occurrence] = ()
     local_only: Sequence[Occurrence] = ()
     hints: Sequence[str] = ()
+    fresh: Sequence[Occurrence] = ()
 
 
 def compare(
-    incoming: Manifest, local: Manifest, properties_of: PropertiesOf, *, strict: bool, extra: Extra
+    incoming: Manifest,
+    local: Manifest,
+    properties_of: PropertiesOf,
+    *,
+    strict: bool,
+    extra: Extra,
+    rules: RuleOf | None = None,
 ) -> Comparison:
     """Pair the leaves of two states by path, and list all mismatches.
 
     With `strict`, a path that only the local state has is a mismatch. With `extra="error"`, a path that only
     the incoming state has is a mismatch. Every unpaired path is a mismatch if the states share no path, or if
-    both have tensors but share no path of a tensor. Raises BadManifest if incoming paths are a hash flood.
+    both have tensors but share no path of a tensor. With `extra="fresh"`, a tensor may take the place of a
+    plain value. `rules` are given if the local state has objects.
+    Raises BadManifest if incoming paths are a hash flood.
     """
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
+    rule_of: RuleOf = rules or (lambda path: None)
     theirs, ours = occurrences(incoming), dict(occurrences(local))
-    incoming_only = [(path, leaf) for path, leaf in theirs if path not in ours]
-    # Only fresh paths are put into dicts. The others are looked up in dicts of local paths.
-    if extra == "fresh" and is_hash_flood([path for path, _ in incoming_only]):
+    candidates = [Pair(path, leaf, ours[path]) for path, leaf in theirs if path in ours]
+    replaced, unfit = _find_unfit(incoming, local, candidates, properties_of, extra, rule_of)
+    pairs = [pair for pair in candidates if pair.path not in replaced]
+    incoming_only = [(path, leaf) for path, leaf in theirs if path not in ours or path in replaced]
+    for pair in candidates:
+        ours.pop(pair.path, None)
+    local_only = [(path, leaf) for path, leaf in ours.items() if rule_of(path) != "varies"]
+
+    def is_fresh(path: Path) -> bool:
+        rule = rule_of(path)
+        return rule == "varies" or (rule is None and extra == "fresh") or path in replaced
+
+    fresh = [(path, leaf) for path, leaf in incoming_only if is_fresh(path)]
+    # Otherwise incoming paths are only looked up in dicts of local paths, not put into dicts.
+    if (rules is not None or extra == "fresh") and is_hash_flood([path for path, _ in incoming_only]):
         raise BadManifest("the paths of the incoming state were chosen to collide in a hash table")
-    pairs = [Pair(path, leaf, ours.pop(path)) for path, leaf in theirs if path in ours]
-    local_only = list(ours.items())
     mismatches: list[Mismatch] = []
-    nothing_in_common = _have_nothing_in_common(incoming, local, pairs, extra)
-    if extra == "error" or nothing_in_common:
-        for path, leaf in incoming_only:
+    unexpected = [each for each in incoming_only if rule_of(each[0]) != "varies" and each[0] not in replaced]
+    shared = [pair for pair in pairs if rule_of(pair.path) != "varies"]
+    nothing_in_common = _have_nothing_in_common(incoming, local, shared, unexpected, local_only, extra)
+    for path, leaf in unexpected:
+        if nothing_in_common or not (is_fresh(path) or (extra == "drop" and rule_of(path) != "required")):
             described = _describe_leaf(incoming, leaf, properties_of)
             mismatches.append(Mismatch(format_path(path), "no such path here", described, "nothing"))
-    if strict or nothing_in_common:
-        for path, leaf in local_only:
+    for path, leaf in local_only:
+        if strict or nothing_in_common or rule_of(path) == "required":
             described = _describe_leaf(local, leaf, properties_of)
             mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
     if extra == "fresh" and not strict:
-        mismatches += _compare_containers(dict(incoming_only), dict(local_only))
-    fitting: list[Pair] = []
-    for pair in pairs:
-        differences = list(_compare_leaves(incoming, local, pair, properties_of))
-        mismatches += [Mismatch(format_path(pair.path), *difference) for difference in differences]
-        if not differences:
-            fitting.append(pair)
-    mismatches += _find_conflicts(incoming, local, fitting)
+        mismatches += _compare_containers(dict(unexpected), dict(local_only))
+    mismatches += unfit
     hints: list[str] = []
     if mismatches:
         hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
-        if incoming_only and extra == "error" and not hints:
+        if unexpected and extra == "error" and not hints:
             hints = [_EXTRA_HINT]
-    return Comparison(pairs, mismatches, False, incoming_only, local_only, hints)
+    return Comparison(pairs, mismatches, False, incoming_only, local_only, hints, fresh)
+
+
+def _find_unfit(
+    incoming: Manifest,
+    local: Manifest,
+    candidates: Sequence[Pair],
+    properties_of: PropertiesOf,
+    extra: Extra,
+    rule_of: RuleOf,
+) -> tuple[set[Path], list[Mismatch]]:
+    """Compare the leaves at common paths; return the paths whose local leaf is replaced, and mismatches."""
+    replaced: set[Path] = set()
+    mismatches: list[Mismatch] = []
+    fitting: list[Pair] = []
+    for pair in candidates:
+        differences = list(_compare_leaves(incoming, local, pair, properties_of))
+        theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
+        has_no_place = bool(theirs.parts) and ours.kind in _VALUE_KINDS and ours.fixed is None
+        rule = rule_of(pair.path)
+        if not differences:
+            fitting.append(pair)
+        elif rule == "varies" or (has_no_place and rule is None and extra == "fresh"):
+            replaced.add(pair.path)
+        else:
+            mismatches += [Mismatch(format_path(pair.path), *difference) for difference in differences]
+    while True:
+        conflicts = list(_find_conflicts(incoming, local, fitting))
+        varying = {path for _, *paths in conflicts for path in paths if rule_of(path) == "varies"}
+        if not varying:
+            return replaced, mismatches + [mismatch for mismatch, *_ in conflicts]
+        replaced |= varying
+        fitting = [pair for pair in fitting if pair.path not in varying]
 
 
 _EXTRA_HINT = (
@@ -116,14 +176,21 @@ def _are_identical(incoming: Manifest, local: Manifest) -> bool:
     )
 
 
-def _have_nothing_in_common(incoming: Manifest, local: Manifest, pairs: Sequence[Pair], extra: Extra) -> bool:
+def _have_nothing_in_common(
+    incoming: Manifest,
+    local: Manifest,
+    pairs: Sequence[Pair],
+    incoming_only: Sequence[Occurrence],
+    local_only: Sequence[Occurrence],
+    extra: Extra,
+) -> bool:
     """Return whether the states have no path in common, or no path of a tensor although both have tensors."""
     if not pairs:
-        return bool(local.leaves) or (extra == "drop" and bool(incoming.leaves))
-    both_have_tensors = all(any(leaf.parts for leaf in state.leaves) for state in (incoming, local))
-    return both_have_tensors and not any(
-        incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs
-    )
+        return bool(local_only) or (extra == "drop" and bool(incoming_only))
+    if any(incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs):
+        return False
+    sides = ((incoming, incoming_only), (local, local_only))
+    return all(any(state.leaves[leaf].parts for _, leaf in some) for state, some in sides)
 
 
 def _compare_containers(theirs: Mapping[Path, int], ours: Mapping[Path, int]) -> Iterator[Mismatch]:
@@ -206,8 +273,10 @@ def _without_common_expansion(incoming: TensorSpec, local: TensorSpec) -> Tensor
     return replace(local, shape=shape, stride=stride)
 
 
-def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) -> Iterator[Mismatch]:
-    """Find local bytes that would receive two different values."""
+def _find_conflicts(
+    incoming: Manifest, local: Manifest, pairs: Sequence[Pair]
+) -> Iterator[tuple[Mismatch, *tuple[Path, ...]]]:
+    """Find local bytes that would receive two different values. Yields mismatches with the paths involved."""
     by_storage: defaultdict[int, defaultdict[bytes, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for pair in tensor_pairs(incoming, local, pairs):
         theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
@@ -217,7 +286,9 @@ def _find_conflicts(incoming: Manifest, local: Manifest, pairs: Sequence[Pair]) 
             yield from _find_conflicts_between(list(groups.values()), local)
 
 
-def _find_conflicts_between(groups: Sequence[Sequence[Pair]], local: Manifest) -> Iterator[Mismatch]:
+def _find_conflicts_between(
+    groups: Sequence[Sequence[Pair]], local: Manifest
+) -> Iterator[tuple[Mismatch, *tuple[Path, ...]]]:
     """Find pairs of different groups that share local bytes. Pairs of one group write the same values."""
     try:
         used = {pair.local: footprint(local.tensors[pair.local]) for group in groups for pair in group}
@@ -235,12 +306,14 @@ def _find_conflicts_between(groups: Sequence[Sequence[Pair]], local: Manifest) -
                             f"shares local memory with {format_path(other.path)}, but the incoming tensors "
                             "do not share memory like this; clone() one of them"
                         )
-                        yield Mismatch(format_path(pair.path), what, "other memory", "shared memory")
+                        found = Mismatch(format_path(pair.path), what, "other memory", "shared memory")
+                        yield found, pair.path, other.path
                         break
             earlier += group
     except TooIrregular as error:
         what = "the local views overlap too irregularly to compare; clone() some of them"
-        yield Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
+        found = Mismatch(format_path(groups[0][0].path), what, "separate values", str(error))
+        yield found, *(pair.path for group in groups for pair in group)
 
 
 def _write_key(incoming: TensorSpec, local: TensorSpec) -> bytes:

@@ -82,7 +82,8 @@ class FetchReport:
     `bytes_total` is the size of the state, `bytes_moved` what came over the network, and `bytes_skipped` what
     the local state already had. `phases_s` has the seconds of each phase; "wait" is the time in which no
     newer version was there. `extra_bytes` is the memory that `atomic=True` took. `sources` is by address. If
-    not `confirmed`, a source does not know that the fetch is complete. The rest is as in `Report`.
+    not `confirmed`, a source does not know that the fetch is complete. `loaded` lists the objects that were
+    given a state dict, by path. The rest is as in `Report`, but entries of objects are not listed.
     """
 
     version: int
@@ -98,6 +99,7 @@ class FetchReport:
     dropped: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    loaded: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

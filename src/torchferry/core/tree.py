@@ -73,48 +73,70 @@ def rebuild(manifest: Manifest, values: Sequence[object], build: Build) -> objec
     return values[manifest.root] if manifest.root >= 0 else built[~manifest.root]
 
 
-def rebuild_places(manifest: Manifest, values: Iterable[object], build: Build) -> object:
-    """Build the tree with `values`, one for each occurrence, in order."""
+def rebuild_places(
+    manifest: Manifest,
+    values: Iterable[object],
+    build: Build,
+    place: Callable[[Path, object], object] = lambda path, built: built,
+) -> object:
+    """Build the tree with `values`, one for each occurrence, in order.
+
+    `place` is called with each path and what was built there, and returns what is put there.
+    """
     remaining = list(values)
     built: list[object] = []
     # Backwards, children come before their branch: they are the last entries of `built`, the first one last.
-    for _, child in reversed(list(walk(manifest))):
+    for path, child in reversed(list(walk(manifest))):
         if child >= 0:
-            built.append(remaining.pop())
+            found = remaining.pop()
         else:
-            built.append(build(~child, [built.pop() for _ in manifest.branches[~child].children]))
+            found = build(~child, [built.pop() for _ in manifest.branches[~child].children])
+        built.append(place(path, found))
     return built.pop()
 
 
-def merge(local: Manifest, incoming: Manifest) -> Manifest:
+def merge(
+    local: Manifest,
+    incoming: Manifest,
+    adds: Callable[[Path], bool] = lambda path: True,
+    varies: Callable[[Path], bool] = lambda path: False,
+) -> Manifest:
     """Merge two trees. Where both have a container, the merged one has the local type and the keys of both.
 
+    A path that only the incoming tree has is added if `adds` says so. At a path that `varies`, the merged
+    tree is the incoming one.
     Leaves keep their local numbers. A leaf that only the incoming tree has gets the placeholder 0, which
     `rebuild_places` does not read.
     """
-    # Pair n is the local and the incoming child that are merged to branch n. One of them may be None.
-    pairs: list[tuple[int | None, int | None]] = []
+    # Entry n is a path, and the local and the incoming child that are merged to branch n. One may be None.
+    merged: list[tuple[Path, int | None, int | None]] = []
 
-    def add(ours: int | None, theirs: int | None) -> int:
+    def add(path: Path, ours: int | None, theirs: int | None) -> int:
+        if ours is not None and theirs is not None and (ours < 0) != (theirs < 0):
+            ours = None if varies(path) else ours
+            theirs = theirs if varies(path) or adds(path) else None
         if ours is not None and ours >= 0:
             return ours
         if theirs is not None and theirs >= 0:
             return 0
-        pairs.append((ours, theirs))
-        return ~(len(pairs) - 1)
+        merged.append((path, ours, theirs))
+        return ~(len(merged) - 1)
 
-    root = add(local.root, incoming.root)
+    root = add((), local.root, incoming.root)
     branches: list[Branch] = []
-    for ours, theirs in pairs:
+    for path, ours, theirs in merged:
         sides = ((local, ours), (incoming, theirs))
         containers = [tree.branches[~child] for tree, child in sides if child is not None]
         our_children = dict(_items(containers[0])) if ours is not None else {}
         their_children = dict(_items(containers[-1])) if theirs is not None else {}
-        keys = tuple(our_children | their_children)
-        children = tuple(add(our_children.get(key), their_children.get(key)) for key in keys)
+        keys = tuple(their_children | our_children if varies(path) else our_children | their_children)
+        keys = tuple(key for key in keys if key in their_children or not varies((*path, key)))
+        keys = tuple(key for key in keys if key in our_children or adds((*path, key)))
+        children = tuple(add((*path, key), our_children.get(key), their_children.get(key)) for key in keys)
         # A list only has the keys 0 to n - 1. For other keys, the incoming container replaces a local list.
         fits_list = keys == tuple(range(len(keys)))
-        chosen = containers[0] if fits_list or containers[0].keys is not None else containers[-1]
+        takes_local = not varies(path) and (fits_list or containers[0].keys is not None)
+        chosen = containers[0] if takes_local else containers[-1]
         branches.append(Branch(chosen.kind, children, None if chosen.keys is None else keys, chosen.extra))
     return Manifest(root, tuple(branches), local.leaves, (), ())
 

@@ -20,15 +20,17 @@ import torch
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
 from torchferry.core.machine import Machine
-from torchferry.core.outcome import ChunkState
+from torchferry.core.outcome import ChunkState, Outcome
 from torchferry.core.plan import Chunk, Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.report import FetchReport
 from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.core.text import show_text
+from torchferry.core.tree import format_path
 from torchferry.engine import metadata
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
+from torchferry.engine.loading import Loading, is_below
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
 from torchferry.engine.remote import TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
@@ -50,6 +52,7 @@ from torchferry.errors import (
 from torchferry.links.address import Address
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import RebuildContext
+from torchferry.tensors.objects import read_objects
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +170,7 @@ class _Fetch(Phases):
         self._reported_bytes = 0
         self._callback_error: BaseException | None = None
         self._is_committed = False
+        self._outcome: Outcome | None = None
 
     def run(self) -> Fetched:
         options = self.options
@@ -174,7 +178,8 @@ class _Fetch(Phases):
         # Work that grows with the number of tensors is done in threads, so that progress is reported.
         local = None
         if options.local_state is not None:
-            local = self._in_thread(describe_target, options.local_state())
+            state = options.local_state()
+            local = self._in_thread(describe_target, state, read_objects(state, is_target=True))
         grant = self._choose()
         self._enter(FetchState.MANIFEST)
         grant, encoded, digests = self._read_metadata(grant)
@@ -187,11 +192,24 @@ class _Fetch(Phases):
         if options.reshare is not None:
             options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
             self._sources.add_peers(grant, options.tls)
+        if options.atomic and target.loading is not None and target.loading.objects:
+            target.loading.back_up(sink.written)
         self._enter(FetchState.RECEIVING)
-        self._receive(plan, needed, digests, landing)
-        # If this fails, it is not known which tensors are complete.
-        sink.unmark_whole()
-        state = self._in_thread(target.assemble, finish=True)
+        try:
+            self._receive(plan, needed, digests, landing)
+            # If this fails, it is not known which tensors are complete.
+            sink.unmark_whole()
+            state = self._in_thread(target.assemble, finish=True)
+            if target.loading is not None:
+                # In this thread, because objects are the user's code.
+                target.loading.load()
+        except BaseException as error:
+            restored = "" if target.loading is None else self._undo(sink, target.loading)
+            if restored and isinstance(error, FerryError):
+                raise error.with_context(more=f"; {restored}") from error.__cause__
+            if restored:
+                error.add_note(restored)
+            raise
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
@@ -339,6 +357,25 @@ class _Fetch(Phases):
         for source in self._sources.live():
             source.report_damage(needed[0], self._left_s())
 
+    def _undo(self, sink: Sink, loading: Loading) -> str:
+        """Give the earlier state back, if there is a copy. Return what was restored; note what is torn."""
+        if not loading.started and not (loading.can_undo and sink.has_written):
+            return ""
+        sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
+        if not loading.can_undo:
+            torn = [path for path in loading.objects if not loading.is_loaded(path)]
+            whole = sink.outcome(loading.is_loaded).whole + tuple(map(format_path, loading.started[:-1]))
+            self._outcome = Outcome(whole, tuple(map(format_path, torn)), ())
+            return ""
+        failures = loading.undo()
+        sink.increment_versions()
+        if not failures:
+            self._sink = None
+            return "the earlier state was restored"
+        untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
+        self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
+        return f"the earlier state was restored, except that {', '.join(failures.values())}"
+
     def _confirm(self, grant: Grant) -> bool:
         """Tell every source that was given that the fetch is complete, and return whether all know.
 
@@ -372,7 +409,7 @@ class _Fetch(Phases):
             bytes_total=plan.payload_bytes,
             bytes_moved=self._receiving.moved_bytes,
             bytes_skipped=plan.payload_bytes - self._receiving.total_bytes,
-            extra_bytes=landing.extra_bytes,
+            extra_bytes=landing.extra_bytes + (0 if target.loading is None else target.loading.extra_bytes),
             phases_s=self._finish_phase(),
             sources={source.peer: source.report for source in self._sources.all},
             verified=self.options.verify,
@@ -380,6 +417,7 @@ class _Fetch(Phases):
             dropped=target.dropped,
             fresh=target.fresh,
             kept=target.kept,
+            loaded=() if target.loading is None else tuple(map(format_path, target.loading.objects)),
         )
 
     # Waiting, with progress.
@@ -488,4 +526,4 @@ class _Fetch(Phases):
         if isinstance(error, PeerGaveUp) and not self.options.verify:
             self._sink.unmark_whole()
         keep = error is self._callback_error
-        return with_outcome(error, self._sink, peer=None, phase=self._phase, keep=keep)
+        return with_outcome(error, self._sink, peer=None, phase=self._phase, keep=keep, outcome=self._outcome)

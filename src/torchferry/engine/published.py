@@ -21,6 +21,7 @@ from torchferry.errors import StateChanged, StateError
 from torchferry.links.shared_memory import SharedBlock
 from torchferry.tensors.describe import describe
 from torchferry.tensors.memory import check_room, new_block
+from torchferry.tensors.objects import read_objects
 
 _READ_BYTES = 4 << 20
 """A snapshot is read in pieces of this size."""
@@ -134,7 +135,7 @@ def publish(
     """
     # All tensors are read here, after the work that the current streams of accelerators still have to do. So
     # other threads, with other streams, need no event to read them later.
-    described = describe(state)
+    described = describe(state, objects=read_objects(state))
     encoded = metadata.encode(described.manifest, workspace.cache)
     # Only a state of more than 256 GiB has larger chunks.
     sizes = [PULL_CHUNK_BYTES << shift for shift in (0, 2, 4, 6)]

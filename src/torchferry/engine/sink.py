@@ -25,7 +25,8 @@ from torchferry.core.destinations import (
 from torchferry.core.manifest import BUFFER, Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
-from torchferry.core.tree import Path, format_path
+from torchferry.core.tree import Path, format_path, occurrences
+from torchferry.engine.loading import Loading
 from torchferry.engine.metadata import prepare
 from torchferry.engine.source import digest
 from torchferry.engine.workspace import Cache, Staging
@@ -52,6 +53,7 @@ from torchferry.tensors.memory import (
     view_of,
     write_items,
 )
+from torchferry.tensors.objects import rules_of
 
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
@@ -264,10 +266,17 @@ class Sink:
         """Whether any local byte may have been overwritten."""
         return not {*self._states} <= {ChunkState.UNTOUCHED, ChunkState.EQUAL}
 
-    def outcome(self) -> Outcome:
-        """Return which paths of the local state are whole, torn and untouched now."""
+    def outcome(self, outside: Callable[[Path], bool] | None = None) -> Outcome:
+        """Return which paths of the local state are whole, torn and untouched now.
+
+        With `outside`, only paths for which it returns True are listed.
+        """
         unfinished = {pair.incoming for pair in self.destinations.via_scratch}
-        return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=self.paired)
+        paired = self.paired
+        if outside is not None:
+            every = paired if paired is not None else [path for path, _ in occurrences(self.manifest)]
+            paired = set(filter(outside, every))
+        return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
@@ -311,11 +320,13 @@ def _is_copied_once(pair: tuple[Piece, Destinations]) -> bool:
 class Target:
     """Where an incoming state goes: `sink` takes its chunks, then `assemble` returns the state.
 
-    `dropped`, `fresh` and `kept` list the paths that only one side has, as in a Report.
+    `dropped`, `fresh` and `kept` list the paths that only one side has, as in a Report. `loading` gives the
+    objects of a local state what `assemble` built for them.
     """
 
     sink: Sink
     assemble: Callable[[], object]
+    loading: Loading | None = None
     dropped: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -349,18 +360,24 @@ def target_in_place(
     manifest = incoming.manifest
     if extra != "drop":
         prepared = prepare(incoming, context, cache)
-    comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra)
+    loading = Loading(local, manifest) if local.objects else None
+    rules = None if loading is None else rules_of(loading.objects)
+    comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra, rules=rules)
     mismatches = list(comparison.mismatches)
-    fresh_leaves: set[int] = set()
-    if extra == "fresh":
-        fresh_leaves = {leaf for _, leaf in comparison.incoming_only}
-        fresh_leaves -= tied_to_local(manifest, comparison).keys()
-        mismatches += misfits(manifest, sorted(fresh_leaves), context)
-    _raise_if_any(mismatches, comparison.hints)
-    paired_leaves = None if comparison.identical else {pair.incoming for pair in comparison.pairs}
+    if strict and loading is not None:
+        what = "the peer has no state dict for this object"
+        for path in loading.lacking():
+            cls = type(local.objects[path].value).__qualname__
+            mismatches.append(Mismatch(format_path(path), what, "nothing", f"a {cls}"))
+    received = {leaf for _, leaf in comparison.fresh}
+    fresh_leaves = received - tied_to_local(manifest, comparison).keys()
     if extra == "drop":
+        _raise_if_any(mismatches, comparison.hints)
+        received |= {pair.incoming for pair in comparison.pairs}
         # Dropped leaves may have types that this process does not know.
-        prepared = prepare(incoming, context, cache, only=paired_leaves)
+        prepared = prepare(incoming, context, cache, only=None if comparison.identical else received)
+    mismatches += misfits(manifest, sorted(fresh_leaves), context)
+    _raise_if_any(mismatches, comparison.hints)
     # Large values have no place in the local state.
     values = {pair.incoming for pair in comparison.pairs if manifest.leaves[pair.incoming].kind == BUFFER}
     fresh_tensors = {part for leaf in fresh_leaves | values for part in manifest.leaves[leaf].parts}
@@ -368,7 +385,7 @@ def target_in_place(
         tree = prepared
         sink = Sink(manifest, plan, local=local, written=range(len(local.tensors)))
     else:
-        tree = choose_result_tree(prepared, local.manifest, strict=strict, extra=extra)
+        tree = choose_result_tree(prepared, local.manifest, strict=strict, extra=extra, rules=rules)
         pairs = tensor_pairs(manifest, local.manifest, comparison.pairs)
         sink = Sink(
             manifest,
@@ -387,14 +404,18 @@ def target_in_place(
 
     def assemble() -> object:
         sink.copy_from_scratch()
-        return assemble_in_place(prepared, local, comparison, tree, sink.scratch)
+        place = None if loading is None else loading.place
+        return assemble_in_place(prepared, local, comparison, tree, sink.scratch, place)
 
-    incoming_only = tuple(format_path(path) for path, _ in comparison.incoming_only)
+    # What objects take is not listed.
+    fresh = {path for path, _ in comparison.fresh}
+    plain = [path for path, _ in comparison.incoming_only if rules is None or rules(path) != "varies"]
     return Target(
         sink,
         assemble,
-        dropped=incoming_only if extra == "drop" else (),
-        fresh=incoming_only if extra == "fresh" else (),
+        loading,
+        dropped=tuple(format_path(path) for path in plain if path not in fresh),
+        fresh=tuple(format_path(path) for path in plain if path in fresh),
         kept=tuple(map(format_path, unwritten_paths(local.manifest, comparison.local_only, sink.written))),
     )
 

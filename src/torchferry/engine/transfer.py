@@ -11,7 +11,7 @@ import torch
 from xxhash import xxh3_64
 
 from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import paths_of
+from torchferry.core.outcome import Outcome, paths_of
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Chunk, Plan
 from torchferry.core.push import DigestBlock
 from torchferry.core.watch import Limits
@@ -121,13 +121,23 @@ class Transfer(Phases, Generic[OptionsT]):
 
 
 def with_outcome(
-    error: BaseException, sink: Sink, *, peer: int | None, phase: str, keep: bool = False
+    error: BaseException,
+    sink: Sink,
+    *,
+    peer: int | None,
+    phase: str,
+    keep: bool = False,
+    outcome: Outcome | None = None,
 ) -> BaseException:
     """Return an error that says what a failed transfer did to the local state.
 
     With `keep`, it is the same error with a note, as KeyboardInterrupt and SystemExit always are.
+    `outcome` is given if the sink does not know it.
     """
-    if not sink.has_written:
+    if outcome is None and sink.has_written:
+        outcome = sink.outcome()
+    # What was received into fresh memory overwrites nothing.
+    if outcome is None or not (outcome.whole or outcome.torn):
         unchanged = "; nothing was overwritten"
         return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
     error_class = TargetTorn
@@ -135,7 +145,6 @@ def with_outcome(
         error_class = TornAndLate
     elif isinstance(error, ConnectionError):
         error_class = TornAndBroken
-    outcome = sink.outcome()
     torn = error_class(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
     if isinstance(error, Exception) and not keep:
         torn = torn.with_context(peer=peer, phase=phase)

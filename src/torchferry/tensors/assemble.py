@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import TypeAlias
 
-from torchferry.core.compare import Comparison, Extra
+from torchferry.core.compare import Comparison, Extra, RuleOf
 from torchferry.core.manifest import BUFFER, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import FerryError, Mismatch, PickleRefused, StateMismatch
@@ -142,16 +142,24 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory) -> object:
     return rebuild(manifest, leaves, prepared.build)
 
 
-def choose_result_tree(prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra) -> Prepared:
+def choose_result_tree(
+    prepared: Prepared, local: Manifest, *, strict: bool, extra: Extra, rules: RuleOf | None = None
+) -> Prepared:
     """Choose the tree of a state that is received in place: incoming, local, or both merged.
 
-    Raises StateMismatch if a merged container can't be built.
+    `rules` are given if the local state has objects. Raises StateMismatch if a merged container can't be
+    built.
     """
-    if extra == "drop" or (extra == "error" and not strict):
-        return Prepared(local, prepared.context, _builders(local))
-    if strict:
+    if strict and extra != "drop":
         return prepared
-    merged = merge(local, prepared.manifest)
+    if extra == "fresh" or rules is not None:
+
+        def varies(path: Path) -> bool:
+            return rules is not None and rules(path) == "varies"
+
+        merged = merge(local, prepared.manifest, lambda path: extra == "fresh" or varies(path), varies)
+    else:
+        merged = local
     try:
         return Prepared(merged, prepared.context, _builders(merged))
     except FerryError as error:
@@ -179,7 +187,7 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
 
     Tied weights are such leaves: two keys of a state dict with the same memory.
     """
-    if not comparison.incoming_only:
+    if not comparison.fresh:
         return {}
 
     def identity(number: int) -> object:
@@ -187,16 +195,22 @@ def tied_to_local(manifest: Manifest, comparison: Comparison) -> dict[int, Path]
         return leaf.kind, leaf.fixed, leaf.traits, tuple(manifest.tensors[part] for part in leaf.parts)
 
     paths = {identity(pair.incoming): pair.path for pair in reversed(comparison.pairs)}
-    candidates = [number for _, number in comparison.incoming_only if manifest.leaves[number].parts]
+    candidates = [number for _, number in comparison.fresh if manifest.leaves[number].parts]
     return {n: paths[identity(n)] for n in candidates if identity(n) in paths}
 
 
 def assemble_in_place(
-    prepared: Prepared, local: Description, comparison: Comparison, tree: Prepared, memory_of: MemoryOf
+    prepared: Prepared,
+    local: Description,
+    comparison: Comparison,
+    tree: Prepared,
+    memory_of: MemoryOf,
+    place: Callable[[Path, object], object] | None = None,
 ) -> object:
     """Build the received state around the written local tensors; raises PeerError if a leaf is invalid.
 
-    `prepared` is the incoming state, and `tree` has the containers of the result.
+    `prepared` is the incoming state, and `tree` has the containers of the result. `place` is called with each
+    path and what was built there, and returns what is put there.
     """
     manifest = prepared.manifest
 
@@ -220,14 +234,16 @@ def assemble_in_place(
             local.values[number] if leaf.kind == DENSE.name else finish(number, number)
             for number, leaf in enumerate(manifest.leaves)
         ]
-        return rebuild(manifest, values, prepared.build)
+        if place is None:
+            return rebuild(manifest, values, prepared.build)
+        leaves = (values[leaf] for _, leaf in occurrences(manifest))
+        return rebuild_places(manifest, leaves, prepared.build, place)
     received = {pair.path: finish(pair.incoming, pair.local) for pair in comparison.pairs}
     built = {number: received[path] for number, path in tied_to_local(manifest, comparison).items()}
-    # The local tree has no place for paths that only the peer has.
-    for path, number in comparison.incoming_only if tree.manifest is not local.manifest else ():
+    for path, number in comparison.fresh:
         if number not in built:
             built[number] = _build_leaf(prepared, number, build)
         received[path] = built[number]
     found = occurrences(tree.manifest)
     leaves = (received[path] if path in received else local.values[leaf] for path, leaf in found)
-    return rebuild_places(tree.manifest, leaves, tree.build)
+    return rebuild_places(tree.manifest, leaves, tree.build, *([] if place is None else [place]))

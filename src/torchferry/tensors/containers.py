@@ -53,6 +53,11 @@ class ContainerKind(NamedTuple):
     extra: Callable[[Any], Value] = lambda container: None
 
 
+def is_builtin_container(value: object) -> bool:
+    """Return whether a value is of a built-in container type."""
+    return type(value) in _by_type
+
+
 def take_apart(value: Any) -> ContainerParts | None:
     """Take a container apart; None if the value is not a container, or of a type that is not registered.
 

@@ -8,7 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchferry.core.manifest import BUFFER, OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
-from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, format_path, path_bytes
+from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, Path, format_path, path_bytes
 from torchferry.errors import Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.containers import take_apart
@@ -26,6 +26,7 @@ from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
 from torchferry.tensors.kinds.quantized import QUANTIZED
 from torchferry.tensors.memory import CPU, Memory
+from torchferry.tensors.objects import PlacedObjects, ReadObject, ReadObjects
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
 from torchferry.torch_internals import UNCOUNTED, versions_of
@@ -34,6 +35,8 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _COUNT_PATHS_AT = 1 << 15
 """At this many containers, the walk computes the size of all paths, to reject exponential growth early."""
+
+_NO_OBJECTS: ReadObjects = {}
 
 _SubstituteLeaf = Callable[[object, Unsendable], Leaf]
 """Called with a value that can't be described and the reason. Returns a substitute leaf, or raises."""
@@ -44,8 +47,8 @@ class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
     It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
-    whose changes torch does not count: inference tensors, and views of ndarrays, quantized tensors
-    and large values.
+    whose changes torch does not count: inference tensors, and views of ndarrays, quantized tensors and large
+    values. `objects` are those whose state dicts are described in their places, inner ones first.
     """
 
     manifest: Manifest
@@ -54,6 +57,7 @@ class Description:
     values: tuple[object, ...]
     versions: list[int]
     uncounted: frozenset[int]
+    objects: PlacedObjects = field(default_factory=dict)
 
     @property
     def is_all_cpu(self) -> bool:
@@ -66,10 +70,13 @@ class Description:
         return [number for number, (version, earlier) in enumerate(pairs) if version != earlier]
 
 
-def describe(state: object, pickle: Callable[[object], bytes] | None = None) -> Description:
+def describe(
+    state: object, pickle: Callable[[object], bytes] | None = None, objects: ReadObjects = _NO_OBJECTS
+) -> Description:
     """Describe a state that is to be sent; raises Unsendable, which names the path of what can't be sent.
 
-    `pickle` encodes values of types that torchferry does not know. Without it, such values raise.
+    `pickle` encodes values of types that torchferry does not know. Without it, such values raise. `objects`
+    are those of the state that `read_objects` returned.
     """
 
     def pickled_leaf(value: object, error: Unsendable) -> Leaf:
@@ -77,10 +84,10 @@ def describe(state: object, pickle: Callable[[object], bytes] | None = None) -> 
             raise error
         return Leaf(PICKLED, fixed=holds_tensors(value) or None, traits=to_wire(pickle(value)))
 
-    return _describe(state, pickled_leaf)
+    return _describe(state, pickled_leaf, objects)
 
 
-def describe_target(state: object) -> Description:
+def describe_target(state: object, objects: ReadObjects = _NO_OBJECTS) -> Description:
     """Describe a local state that is to be written in place.
 
     A value that can't be described or written becomes an opaque leaf with the reason. It matters only if the
@@ -90,7 +97,7 @@ def describe_target(state: object) -> Description:
     def opaque_leaf(value: object, error: Unsendable) -> Leaf:
         return Leaf(OPAQUE, fixed=_why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
-    described = _describe(state, opaque_leaf)
+    described = _describe(state, opaque_leaf, objects)
     manifest = described.manifest
     used = sorted(
         (memory.storage.data_ptr() + memory.base, nbytes, number)
@@ -115,14 +122,14 @@ def describe_target(state: object) -> Description:
     return replace(described, manifest=msgspec.structs.replace(manifest, leaves=leaves))
 
 
-def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
+def _describe(state: object, substitute_leaf: _SubstituteLeaf, objects: ReadObjects) -> Description:
     try:
-        walk = _Walk(state, substitute_leaf)
+        walk = _Walk(state, substitute_leaf, objects)
         try:
             specs, memories, sizes = find_storages(walk.tensors)
         except (Unsendable, RuntimeError):
             # Checking all tensors at once is fast, but does not tell which one can't be sent.
-            walk = _Walk(state, substitute_leaf, check_each=True)
+            walk = _Walk(state, substitute_leaf, objects, check_each=True)
             specs, memories, sizes = find_storages(walk.tensors)
     except RecursionError:
         what = "the state is nested deeper than Python's stack allows: flatten it, or break its cycle"
@@ -136,19 +143,28 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf) -> Description:
         for part in leaf.parts
     }
     uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
-    values = tuple(walk.values)
-    return Description(manifest, memories, tuple(walk.tensors), values, versions, frozenset(uncounted))
+    tensors, values = tuple(walk.tensors), tuple(walk.values)
+    return Description(manifest, memories, tensors, values, versions, frozenset(uncounted), walk.objects)
 
 
 class _Walk:
     """One pass through a state. With `check_each`, each tensor is checked at its path."""
 
-    def __init__(self, state: object, substitute_leaf: _SubstituteLeaf, *, check_each: bool = False) -> None:
+    def __init__(
+        self,
+        state: object,
+        substitute_leaf: _SubstituteLeaf,
+        objects: ReadObjects,
+        *,
+        check_each: bool = False,
+    ) -> None:
         self.branches: list[Branch] = []
         self.leaves: list[Leaf] = []
         self.values: list[object] = []
         self.tensors: list[torch.Tensor] = []
+        self.objects: dict[Path, ReadObject] = {}
         self._state = state
+        self._read = objects
         self._substitute_leaf = substitute_leaf
         self._check_each = check_each
         self._leaf_by_id: dict[int, int] = {}
@@ -158,6 +174,10 @@ class _Walk:
 
     def _visit(self, value: object, path: tuple[object, ...], prefix_bytes: int) -> int:
         """Describe the value at a path of `prefix_bytes`, and return its number for `Branch.children`."""
+        if (read := self._read.get(id(value))) is not None:
+            number = self._visit(read.state, path, prefix_bytes)
+            self.objects[tuple(map(to_wire, path))] = read
+            return number
         count = len(self.tensors)
         try:
             parts = None if type(value) in _PLAIN_TYPES else take_apart(value)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchferry.core.compare import Comparison, Extra, can_copy_as_block, compare
+from torchferry.core.compare import Comparison, Extra, Rule, can_copy_as_block, compare
 from torchferry.core.manifest import OPAQUE, VALUE, Branch, Leaf, Manifest, TensorSpec
 
 
@@ -145,3 +145,74 @@ def test_a_local_tensor_that_overlaps_itself_fits_only_the_same_layout() -> None
 def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
     assert can_copy_as_block(tensor((1, 4), (99, 1)), tensor((1, 4), (4, 1)))
     assert not can_copy_as_block(tensor((2, 4), (99, 1)), tensor((2, 4), (4, 1)))
+
+
+def by_rule(rule: Rule, incoming: Manifest, local: Manifest, *, strict: bool, extra: Extra) -> Comparison:
+    return compare(incoming, local, properties_of, strict=strict, extra=extra, rules=lambda path: rule)
+
+
+NEW, OLD = state(a=tensor(), new=tensor()), state(a=tensor(), old=tensor())
+OPTIONS: list[tuple[bool, Extra]] = [(True, "error"), (False, "drop"), (True, "fresh"), (False, "fresh")]
+
+
+@pytest.mark.parametrize(("strict", "extra"), OPTIONS)
+def test_where_entries_vary_nothing_is_a_mismatch_and_what_does_not_fit_is_fresh(
+    strict: bool, extra: Extra
+) -> None:
+    comparison = by_rule("varies", NEW, OLD, strict=strict, extra=extra)
+    assert not comparison.mismatches
+    assert [pair.path for pair in comparison.pairs] == [("a",)]
+    assert [path for path, _ in comparison.fresh] == [("new",)]
+    assert not comparison.local_only
+    other = by_rule("varies", state(a=tensor((8,))), state(a=tensor()), strict=strict, extra=extra)
+    assert (other.pairs, [path for path, _ in other.fresh]) == ([], [("a",)])
+    nothing_shared = by_rule("varies", state(x=tensor()), state(y=tensor()), strict=strict, extra=extra)
+    assert not nothing_shared.mismatches
+
+
+@pytest.mark.parametrize(
+    ("strict", "extra", "paths"),
+    [
+        (True, "error", ["new", "old"]),
+        (False, "drop", []),
+        (True, "fresh", ["new", "old"]),
+        (False, "fresh", ["new"]),
+    ],
+)
+def test_fixed_entries_are_never_fresh(strict: bool, extra: Extra, paths: list[str]) -> None:
+    comparison = by_rule("fixed", NEW, OLD, strict=strict, extra=extra)
+    assert [each.path for each in comparison.mismatches] == paths
+    assert not comparison.fresh
+
+
+@pytest.mark.parametrize(("strict", "extra"), OPTIONS)
+def test_required_entries_must_be_on_both_sides(strict: bool, extra: Extra) -> None:
+    comparison = by_rule("required", NEW, OLD, strict=strict, extra=extra)
+    assert [each.path for each in comparison.mismatches] == ["new", "old"]
+
+
+def test_varying_entries_that_share_local_memory_are_received_as_fresh_tensors() -> None:
+    separate = state(a=tensor(), b=tensor(storage=1), c=tensor(storage=2))
+    shared = state(a=tensor(), b=tensor(offset=4), c=tensor(storage=2))
+    comparison = by_rule("varies", separate, shared, strict=True, extra="error")
+    assert not comparison.mismatches
+    assert [path for path, _ in comparison.fresh] == [("a",), ("b",)]
+    only_b = compare(
+        separate,
+        shared,
+        properties_of,
+        strict=True,
+        extra="error",
+        rules=lambda path: "varies" if path == ("b",) else None,
+    )
+    assert not only_b.mismatches
+    assert [path for path, _ in only_b.fresh] == [("b",)]
+
+
+def test_with_extra_fresh_a_tensor_takes_the_place_of_a_plain_value() -> None:
+    local = leaves(a=Leaf(VALUE, traits=None))
+    comparison = compared(state(a=tensor()), local, extra="fresh")
+    assert not comparison.mismatches
+    assert [path for path, _ in comparison.fresh] == [("a",)]
+    assert compared(state(a=tensor()), leaves(a=Leaf(OPAQUE, fixed="on meta")), extra="fresh").mismatches
+    assert compared(local, state(a=tensor()), extra="fresh").mismatches

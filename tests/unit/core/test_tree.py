@@ -122,3 +122,56 @@ def test_a_list_merged_with_a_dict_becomes_the_dict_if_keys_are_added() -> None:
     theirs = Manifest(-1, (Branch("dict", (0, 0), (0, "more")),), (Leaf("value"),), (), ())
     merged = merge(ours, theirs)
     assert (merged.branches[0].kind, merged.branches[0].keys) == ("dict", (0, "more"))
+
+
+def test_below_a_path_that_varies_the_merged_tree_is_the_incoming_one() -> None:
+    ours = Manifest(
+        -1,
+        (
+            Branch("dict", (-2, 0, -3), ("o", "x", "kept")),
+            Branch("dict", (1, 2, -4), ("old", "both", "now_a_leaf")),
+            Branch("dict", (1,), ("a",)),
+            Branch("list", (1,)),
+        ),
+        (Leaf("value"),) * 3,
+        (),
+        (),
+    )
+    theirs = Manifest(
+        -1,
+        (
+            Branch("dict", (-2, 0, 0), ("o", "x", "dropped")),
+            Branch("odict", (0, -3, 0), ("now_a_leaf", "new", "both")),
+            Branch("list", (0, 0)),
+        ),
+        (Leaf("value"),),
+        (),
+        (),
+    )
+
+    def varies(path: tuple[Value, ...]) -> bool:
+        return path[:1] == ("o",)
+
+    merged = merge(ours, theirs, adds=varies, varies=varies)
+    assert [path for path, _ in occurrences(merged)] == [
+        ("o", "now_a_leaf"),
+        ("o", "new", 0),
+        ("o", "new", 1),
+        ("o", "both"),
+        ("x",),
+        ("kept", "a"),
+    ]
+    assert [branch.kind for branch in merged.branches] == ["dict", "odict", "dict", "list"]
+
+
+def test_what_is_put_at_a_path_can_be_chosen_while_building() -> None:
+    placed = []
+
+    def place(path: tuple[Value, ...], built: object) -> object:
+        placed.append(path)
+        return "object" if path == ("model",) else built
+
+    values = [leaf for _, leaf in occurrences(STATE)]
+    built = rebuild_places(STATE, values, lambda number, children: [number, *children], place)
+    assert built == [0, "object", 0, [3]]
+    assert placed[-1] == ()

@@ -1,0 +1,101 @@
+"""Gives received state dicts to the objects of a local state, and undoes that if an object refuses one."""
+
+import copy
+from collections.abc import Collection
+
+import torch
+
+from torchferry.core.extents import Extent
+from torchferry.core.manifest import Manifest
+from torchferry.core.tree import Path, format_path
+from torchferry.errors import StateError
+from torchferry.tensors.describe import Description
+from torchferry.tensors.memory import new_block, run_of
+from torchferry.tensors.objects import objects_in_both
+
+
+class Loading:
+    """The state dicts that are received for the objects of a local state.
+
+    `objects` are those that get one. `started` are the paths of those whose `load_state_dict` was called; the
+    last one may have failed.
+    """
+
+    def __init__(self, local: Description, incoming: Manifest) -> None:
+        self.objects = objects_in_both(local.objects, local.manifest, incoming)
+        self.started: list[Path] = []
+        self.extra_bytes = 0
+        self._local = local
+        self._received: dict[Path, object] = {}
+        self._earlier: dict[Path, object] = {}
+        self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def lacking(self) -> list[Path]:
+        """List the objects for which nothing is received, nor for an object that they belong to."""
+        return [path for path in self._local.objects if not is_below(path, self.objects)]
+
+    def place(self, path: Path, built: object) -> object:
+        """Keep what was built at the path of an object, and return the object in its place."""
+        if path not in self._local.objects:
+            return built
+        self._received[path] = built
+        return self._local.objects[path].value
+
+    def load(self) -> None:
+        """Give each object its state dict; raises StateError, with what the object raised as its cause."""
+        for path, read in self.objects.items():
+            # An object that stands in two places is loaded once.
+            if all(read is not self.objects[other] for other in self.started):
+                self.started.append(path)
+                try:
+                    read.load(self._received[path])
+                except Exception as error:
+                    what = f"load_state_dict of {self._show(path)} raised {type(error).__name__}: {error}"
+                    raise StateError(what, path=format_path(path)) from error
+
+    def is_loaded(self, path: Path) -> bool:
+        """Return whether a path is in no object, or only in objects that were loaded before one failed."""
+        done = [self.objects[each] for each in self.started[:-1]]
+        return not is_below(path, [each for each, read in self.objects.items() if read not in done])
+
+    # With atomic=True.
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is a copy of the earlier state."""
+        return bool(self._earlier)
+
+    def back_up(self, written: Collection[int]) -> None:
+        """Copy the bytes that will be written, and the state dicts; raises StateError if memory is short."""
+        local, manifest = self._local, self._local.manifest
+        for storage in sorted({manifest.tensors[number].storage for number in written}):
+            run = run_of(local.memories[storage], Extent(storage, 0, manifest.storages[storage]))
+            self._earlier_bytes.append((run, new_block(run.nbytes, "the copy of objects").copy_(run)))
+        # The tensors whose bytes were copied are not copied again, and neither are objects in state dicts.
+        kept = [read.value for read in local.objects.values()]
+        leaves = zip(local.values, manifest.leaves, strict=True)
+        kept += [value for value, leaf in leaves if leaf.parts and set(leaf.parts) <= set(written)]
+        memo = {id(value): value for value in kept}
+        for path, read in self.objects.items():
+            self._earlier[path] = read.earlier or copy.deepcopy(read.state, memo)
+        self.extra_bytes = sum(manifest.storages)
+
+    def undo(self) -> dict[Path, str]:
+        """Write the earlier bytes and load the earlier state dicts; return which objects raised, and what."""
+        for run, earlier in self._earlier_bytes:
+            run.copy_(earlier)
+        failures: dict[Path, str] = {}
+        for path in self.started:
+            try:
+                self.objects[path].load(self._earlier[path])
+            except Exception as error:
+                failures[path] = f"{self._show(path)} raised {type(error).__name__}: {error}"
+        return failures
+
+    def _show(self, path: Path) -> str:
+        return f"{format_path(path)} ({type(self.objects[path].value).__qualname__})"
+
+
+def is_below(path: Path, others: Collection[Path]) -> bool:
+    """Return whether a path is one of several, or below one of them."""
+    return any(path[:depth] in others for depth in range(len(path) + 1))

@@ -1,0 +1,198 @@
+"""Objects in a state: whatever has `state_dict` and `load_state_dict`, such as modules and optimizers.
+
+`read_objects` reads each object once. In the description of the state, the state dict stands in the object's
+place. Receivers write in place what fits, and then give the whole state dict to `load_state_dict`: torch does
+not copy a tensor onto itself, so this costs little for tensors that were written where they are, and it
+runs the object's hooks and keeps what the object derives from its state. Tensors that `state_dict()`
+copied, as fused and quantized modules do, reach the object the same way.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torchferry.core.compare import Rule, RuleOf
+from torchferry.core.manifest import Manifest
+from torchferry.core.tree import Path, walk
+from torchferry.errors import BadArgument, Unsendable
+from torchferry.tensors.containers import is_builtin_container, take_apart
+from torchferry.tensors.memory import CPU
+
+_PLAIN_TYPES = frozenset(
+    {torch.Tensor, Parameter, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadObject:
+    """An object, and what its `state_dict()` returned.
+
+    If `earlier` is given, the object is a module with tensors on the meta device. Then `state` has new
+    tensors in their place, which are assigned to the module, and `earlier` has those that they replace.
+    """
+
+    value: Any
+    state: Any
+    earlier: Any = None
+
+    def load(self, state: Any) -> None:
+        """Give a state dict to the object."""
+        if self.earlier is not None:
+            self.value.load_state_dict(state, assign=True)
+        elif isinstance(self.value, Optimizer):
+            _load_exactly(self.value, state)
+        else:
+            self.value.load_state_dict(state)
+
+
+ReadObjects: TypeAlias = Mapping[int, ReadObject]
+"""Objects by id."""
+
+
+PlacedObjects: TypeAlias = Mapping[Path, ReadObject]
+"""Objects by path, inner ones before outer ones. One that stands in two places has two paths."""
+
+
+def is_object(value: object) -> bool:
+    """Return whether a value is an object with a state dict. A class is not, whatever its instances are."""
+    if type(value) in _PLAIN_TYPES or is_builtin_container(value) or isinstance(value, type):
+        return False
+    with suppress(Exception):
+        # A property of somebody's object may raise anything.
+        return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return False
+
+
+def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
+    """Read every object in a state, also those in the state dicts of others. Each is read once.
+
+    In a target, modules on the meta device get new tensors in their state dicts.
+    """
+    found: dict[int, ReadObject] = {}
+    # What was visited is kept alive, because another object could get its id.
+    visited: dict[int, object] = {}
+    made: dict[int, object] = {}
+    pending = [state]
+    while pending:
+        value = pending.pop()
+        if type(value) in _PLAIN_TYPES or id(value) in visited:
+            continue
+        visited[id(value)] = value
+        if is_object(value):
+            read = _read_target(value, made) if is_target else ReadObject(value, value.state_dict())
+            if is_object(read.state):
+                name = type(value).__qualname__
+                raise Unsendable(f"state_dict() of a {name} returned an object that has a state dict itself")
+            found[id(value)] = read
+            pending.append(read.state)
+            continue
+        parts = None
+        # What can't be sent is reported when the state is described.
+        with suppress(Unsendable):
+            parts = take_apart(value)
+        pending += reversed([] if parts is None else parts.children)
+    return found
+
+
+def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
+    """Read an object. `made` has the tensors that were made for those on the meta device, by their ids."""
+    if isinstance(value, Optimizer):
+        if any(param.is_meta for group in value.param_groups for param in group["params"]):
+            raise BadArgument(
+                f"an {type(value).__name__} has parameters on the meta device, which are replaced when their "
+                "module is received: receive the module first, then create the optimizer"
+            )
+    elif isinstance(value, Module) and any(t.is_meta for t in chain(value.parameters(), value.buffers())):
+        earlier, state = value.state_dict(keep_vars=True), value.state_dict()
+        for key, tensor in earlier.items():
+            # One for each parameter, in all modules, so that tied parameters stay tied.
+            if id(tensor) not in made:
+                made[id(tensor)] = _materialized(tensor)
+            state[key] = made[id(tensor)]
+        return ReadObject(value, state, earlier)
+    return ReadObject(value, value.state_dict())
+
+
+def _materialized(tensor: Any) -> Any:
+    if type(tensor) not in (torch.Tensor, Parameter) or not tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device=CPU, requires_grad=False)
+    return Parameter(empty, tensor.requires_grad) if type(tensor) is Parameter else empty
+
+
+def _load_exactly(optimizer: Optimizer, state: Any) -> None:
+    """Load the state of an optimizer without its casts: torch casts state tensors to the parameter's dtype.
+
+    Hooks of the user run as always: these see the state dict after the user's, and the state before them.
+    """
+    seen: dict[str, Any] = {}
+    hooks: list[Any] = []
+    # A wrapper may never have initialized its base class, and has no hooks then.
+    with suppress(AttributeError):
+        hooks.append(optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.update(given)))
+        undo = partial(_undo_casts, seen)
+        hooks.append(optimizer.register_load_state_dict_post_hook(undo, prepend=True))
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _undo_casts(given: Mapping[str, Any], optimizer: Optimizer) -> None:
+    # Parameters, and the numbers that they have in the state dict, in the same order.
+    numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, param in zip(numbers, params, strict=True):
+        if number in given["state"]:
+            optimizer.state[param] = _uncast(optimizer.state[param], given["state"][number])
+
+
+def _uncast(loaded: Any, given: Any) -> Any:
+    """Return what was loaded, with given tensors in the place of those that have another dtype."""
+    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if type(loaded) is dict and isinstance(given, dict):
+        return {key: _uncast(value, given.get(key)) for key, value in loaded.items()}
+    if type(loaded) is type(given) is list:
+        return [_uncast(*each) for each in zip(loaded, given, strict=True)]
+    return loaded
+
+
+def objects_in_both(objects: PlacedObjects, local: Manifest, incoming: Manifest) -> dict[Path, ReadObject]:
+    """Return the objects for which the incoming state has a state dict."""
+    ours, theirs = ({p: child < 0 for p, child in walk(each) if p in objects} for each in (local, incoming))
+    return {path: read for path, read in objects.items() if theirs.get(path) == ours[path]}
+
+
+def rules_of(objects: PlacedObjects) -> RuleOf:
+    """Return the rules for the paths in objects.
+
+    A module has the entries that it was built with, except for extra state and the items of lists. The state
+    of all other objects varies, but an optimizer needs as many parameters as the peer's.
+    """
+
+    def rule_of(path: Path) -> Rule | None:
+        for depth in range(len(path), -1, -1):
+            if (read := objects.get(path[:depth])) is not None:
+                return _rule(read, path[depth:])
+        return None
+
+    return rule_of
+
+
+def _rule(read: ReadObject, path: Path) -> Rule:
+    if isinstance(read.value, Module):
+        entry: Any = read.state.get(path[0]) if path and isinstance(read.state, Mapping) else None
+        is_variable = len(path) > 1 or (path and str(path[0]).endswith("_extra_state")) or is_lazy(entry)
+        return "varies" if is_variable else "fixed"
+    is_parameter = len(path) >= 3 and (path[0], path[2]) == ("param_groups", "params")
+    return "required" if is_parameter and isinstance(read.value, Optimizer) else "varies"
