@@ -23,7 +23,7 @@ SLOT = b"\x01"
 
 
 class Ring:
-    """One end of a ring, which keeps the memory until it is closed. One `fills` slots, the other empties them.
+    """One end of a ring, which keeps its memory until it is closed. One `fills` slots, one empties them.
 
     `wait` waits for signals of the other end, at most as many as it is given, and returns how many came.
     """
