@@ -54,6 +54,7 @@ from torchferry.syncing import Synced as Synced
 from torchferry.syncing import broadcast_state as broadcast_state
 from torchferry.syncing import sync as sync
 from torchferry.tensors.registry import register as register
+from torchferry.tensors.registry import register_known as register_known
 from torchferry.tensors.rng import RNG as RNG
 
 __version__ = "0.1.0"

@@ -201,6 +201,13 @@ def strided_shard_class() -> Any:
     return getattr(placement_types, "_StridedShard", type("_NoStridedShard", (), {}))
 
 
+def nested_tensor_class() -> type:
+    """Return the class of jagged nested tensors. Without it, raise ImportError."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    return cast(type, NestedTensor)
+
+
 def sharded_tensor_module() -> Any:
     """Return torch's private package for ShardedTensors. Without it, raise ImportError."""
     from torch.distributed._shard import sharded_tensor

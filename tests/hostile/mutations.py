@@ -7,9 +7,18 @@ afterwards (`repair`), so that they reach the later checks.
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
+import io
+import pathlib
 import random
+import uuid
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +31,7 @@ from tests.hostile.attacks.base import framed
 from tests.hostile.repair import LISTS, repair
 from torchferry.core.codec import Frame, encode
 from torchferry.tensors.describe import describe
-from torchferry.torch_internals import MeshLayout, make_mesh
+from torchferry.torch_internals import MeshLayout, make_dtensor, make_mesh
 
 _PREAMBLE_BYTES = 13
 
@@ -64,6 +73,43 @@ def corpus() -> list[bytes]:
         [values.Mode.TRAIN, values.Switches(3), values.Point(1, 2)],
         [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.bfloat16)],
         [DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)],
+        {
+            "wrapped": values.Wrapper(base, (64,)),
+            "twice": values.Wrapper(values.Wrapper(base[:4], (4,)), (2, 2)),
+            "distributed": make_dtensor(values.Wrapper(base, (64,)), mesh, [Shard(0)], (64,), (1,)),
+            "quantized": torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 1, torch.qint8),
+            "channels": torch.quantize_per_channel(
+                torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8
+            ),
+            "large": [
+                bytes(70_000),
+                bytearray(70_000),
+                io.BytesIO(bytes(70_000)),
+                array.array("d", bytes(80_000)),
+            ],
+        },
+        {
+            "paths": [pathlib.PurePosixPath("/a"), uuid.UUID(int=1)],
+            "times": [datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), time(3), timedelta(4)],
+            "numbers": [Decimal("1.5"), Fraction(1, 3), torch.finfo(torch.float32), torch.iinfo(torch.int8)],
+            "bytes": [
+                io.BytesIO(b"abc"),
+                array.array("i", [1, 2]),
+                np.dtype([("a", "<i4")]),
+                values.Text("a"),
+            ],
+            values.Point(1, 2): frozenset({values.Point(3, 4)}),
+        },
+        {
+            "containers": [
+                argparse.Namespace(a=1),
+                SimpleNamespace(b=base),
+                MappingProxyType({"c": base[:3]}),
+            ],
+            "table": values.Table(),
+            "result": torch.max(base.view(8, 8), 1),
+            "masked": np.ma.array([1.0, 2.0], mask=[True, False]),
+        },
     ]
     bodies = [
         encode(Frame(describe(state).manifest, 1 << 20, step, 5, b"n" * 16))[_PREAMBLE_BYTES:]
@@ -78,7 +124,7 @@ _NUMBERS = (0, 1, -1, 2, 3, 7, 16, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2
 
 _TEXTS = ("", "tensor", "value", "dict", "list", "odict", "float64", "uint8", "torch.int8", "cpu", "Shard")
 
-_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
+_CODES = (0, *values.CODES)
 
 
 @cache
@@ -210,7 +256,20 @@ class Mutator:
         tensors = [self._tensor() for _ in range(rng.randrange(1, 4))]
         leaves = [
             [
-                rng.choice(("value", "tensor", "sparse", "dtensor", "sharded", "ndarray", "x")),
+                rng.choice(
+                    (
+                        "value",
+                        "tensor",
+                        "sparse",
+                        "dtensor",
+                        "sharded",
+                        "ndarray",
+                        "quantized",
+                        "subclass",
+                        "buffer",
+                        "x",
+                    )
+                ),
                 [rng.randrange(len(tensors)) for _ in range(rng.randrange(4))],
                 self._value(3),
                 self._value(3),
@@ -218,7 +277,22 @@ class Mutator:
             for _ in range(count)
         ]
         keys = rng.choice((None, [f"k{n}" for n in range(count)], [self._value(1) for _ in range(count)]))
-        kind = rng.choice(("list", "tuple", "dict", "odict", "deque", "counter", "defaultdict", "namedtuple"))
+        kind = rng.choice(
+            (
+                *(
+                    "list",
+                    "tuple",
+                    "dict",
+                    "odict",
+                    "deque",
+                    "counter",
+                    "defaultdict",
+                    "namedtuple",
+                    "mapping",
+                ),
+                *("namespace", "simplenamespace", "mappingproxy", "masked", "return_type"),
+            )
+        )
         storages = [rng.choice((64, 4096, 1 << 20, 2**40, 2**63 - 1)) for _ in range(rng.randrange(1, 3))]
         manifest = [-1, [[kind, list(range(count)), keys, self._value(1)]], leaves, tensors, storages]
         return [manifest, rng.choice((16, 64, 1 << 20)), None, 0, b"", None, rng.random() < 0.5]
@@ -254,7 +328,16 @@ class Mutator:
             return rng.choice((0.0, -0.0, 1.5, float("nan"), float("inf")))
         if made == 4:
             return rng.choice(
-                ("", "a", "grad", "torch.float32", "cpu", "<f8", "tests.hostile.attacks.values.Mode")
+                (
+                    "",
+                    "a",
+                    "grad",
+                    "torch.float32",
+                    "cpu",
+                    "<f8",
+                    "tests.hostile.attacks.values.Mode",
+                    kinds.WRAPPER,
+                )
             )
         if made == 5:
             return rng.randbytes(rng.randrange(9))

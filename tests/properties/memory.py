@@ -5,10 +5,12 @@ It uses no code of the package. An address is an address of the process.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,10 @@ _SIGN_BYTE = 0x80
 
 def _walk(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     children: Iterable[tuple[Any, Any]]
-    if isinstance(state, dict):
+    if isinstance(state, dict | MappingProxyType):
         children = state.items()
+    elif isinstance(state, argparse.Namespace | SimpleNamespace):
+        children = vars(state).items()
     elif isinstance(state, tuple) and hasattr(state, "_fields"):
         children = zip(state._fields, state, strict=True)
     elif isinstance(state, list | tuple | deque) and not isinstance(state, torch.Size):
@@ -53,6 +57,10 @@ def values_of(state: Any) -> list[tuple[Path, Any]]:
 
 def parts_of(leaf: Any) -> list[Any]:
     """Return the strided tensors, or the array, that have a leaf's bytes."""
+    if hasattr(leaf, "__tensor_flatten__"):
+        return [part for name in leaf.__tensor_flatten__()[0] for part in parts_of(getattr(leaf, name))]
+    if isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+        return [leaf, leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points()]
     if isinstance(leaf, np.ndarray) or leaf.layout is torch.strided:
         return [leaf]
     data = leaf.detach()

@@ -83,6 +83,26 @@ _SIMPLE = st.one_of(
     st.sampled_from(("cpu", "cpu:0", "cuda", "cuda:3", "meta")).map(lambda name: Value("device", name)),
     st.lists(st.integers(0, 2**40), max_size=3).map(lambda sizes: Value("size", tuple(sizes))),
 )
+_ZONES = st.none() | st.integers(-1439, 1439)
+_TIMES = st.tuples(*(st.integers(0, most) for most in (23, 59, 59, 999_999)), _ZONES, st.integers(0, 1))
+_DATES = st.tuples(st.integers(1, 9999), st.integers(1, 12), st.integers(1, 28))
+_MORE = st.one_of(
+    _TEXT.map(lambda text: Value("text", text)),
+    _TEXT.filter(lambda text: "\0" not in text).map(lambda text: Value("path", text)),
+    st.decimals().map(lambda number: Value("decimal", str(number))),
+    st.tuples(_INTS, _INTS.filter(bool)).map(lambda data: Value("fraction", data)),
+    st.integers(0, 2**128 - 1).map(lambda number: Value("uuid", number)),
+    st.tuples(*[st.integers(-(10**6), 10**6)] * 3).map(lambda data: Value("timedelta", data)),
+    _TIMES.map(lambda data: Value("time", data)),
+    _DATES.map(lambda data: Value("date", data)),
+    st.tuples(_DATES, _TIMES).map(lambda pair: Value("datetime", pair[0] + pair[1])),
+    st.sampled_from(sorted(NUMPY_DTYPES)).map(lambda name: Value("numpy dtype", name)),
+)
+LARGE_VALUES = st.builds(
+    Value,
+    st.sampled_from(("large bytes", "large stream", "large array", "large bytearray")),
+    st.tuples(st.integers((1 << 16) - 2, (1 << 16) + 9), st.integers(0, 9)),
+)
 _NUMBERS = _bits(8, _FLOATS).map(lambda data: Value("float", data)) | st.tuples(
     _bits(8, _FLOATS), _bits(8, _FLOATS)
 ).map(lambda pair: Value("complex", "".join(pair)))
@@ -102,6 +122,10 @@ VALUES = st.one_of(
     st.tuples(_INTS, _INTS, _INTS.filter(bool)).map(lambda data: Value("range", data)),
     st.tuples(*[st.none() | _INTS] * 3).map(lambda data: Value("slice", data)),
     st.just(Value("ellipsis")),
+    _MORE,
+    st.tuples(st.binary(max_size=4), st.integers(0, 6)).map(lambda data: Value("stream", data)),
+    st.binary(max_size=4).map(lambda data: Value("array", data)),
+    st.sampled_from(("float32", "float8_e5m2")).map(lambda name: Value("finfo", name)),
 )
 
 
@@ -292,13 +316,18 @@ def _containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Node]:
     @st.composite
     def container(draw: Draw) -> Node:
         kind = draw(
-            st.sampled_from(("dict", "list", "tuple", "ordered", "counter", "deque", "defaultdict", "record"))
+            st.sampled_from(
+                (
+                    *("dict", "list", "tuple", "ordered", "counter", "deque", "defaultdict", "record"),
+                    *("namespace", "simple namespace", "mapping proxy", "table"),
+                )
+            )
         )
         if kind == "record":
             name = draw(st.sampled_from(sorted(RECORDS)))
             return Node(kind, tuple(draw(children) for _ in field_names(name)), extra=name)
         within = tuple(draw(st.lists(children, max_size=3)))
-        if kind in ("list", "tuple"):
+        if kind in ("list", "tuple", "namespace", "simple namespace"):
             return Node(kind, within)
         if kind == "deque":
             return Node(kind, within, extra=draw(st.none() | st.integers(len(within), 9)))
@@ -308,6 +337,8 @@ def _containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Node]:
             extra = draw(st.sampled_from(sorted(FACTORIES)))
         elif kind == "ordered" and draw(st.booleans()):
             extra = {"": {"version": draw(_INTS)}, draw(_TEXT): {}}
+        elif kind == "table":
+            extra = draw(st.none() | _TEXT)
         return Node(kind, within, tuple(keys), extra)
 
     return container()

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties.memory import sharing, used_bytes
-from tests.properties.strategies import recipes
+from tests.properties.strategies import LARGE_VALUES, recipes
 from tests.support.cluster import Cluster
 from tests.support.equality import assert_same
 from tests.support.sizes import examples
-from tests.support.states import Recipe, build
+from tests.support.states import Recipe, Value, build, make_value
 from tests.support.transfer import transfer
 from torchferry import PGTransport
 from torchferry.core.plan import CHUNK_BYTES
@@ -35,6 +35,14 @@ def test_a_state_arrives_exactly(recipe: Recipe, chunk_bytes: int, own_buffers: 
     assert_same(received, build(recipe).state)
     assert sharing(received) == sharing(sent)
     assert_same(sent, build(recipe).state)
+
+
+@examples(30)
+@given(st.lists(LARGE_VALUES, max_size=3), st.sampled_from((CHUNK_BYTES, 40_000)), st.booleans())
+def test_large_values_arrive_exactly(values: list[Value], chunk_bytes: int, in_place: bool) -> None:
+    state = [make_value(value) for value in values]
+    into = [None] * len(state) if in_place else None
+    assert_same(state, transfer(state, into=into, chunk_bytes=chunk_bytes).state)
 
 
 @examples(60)

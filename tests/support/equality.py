@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import io
 import struct
 import sys
 from collections import OrderedDict, defaultdict, deque
+from datetime import date, time, timezone
+from decimal import Decimal
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,11 +62,22 @@ def _compare(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None
         _compare_dtensors(one, two, path, first, second)
     elif isinstance(one, ShardedTensor):
         _compare_sharded(one, two, path, first, second)
+    elif hasattr(one, "__tensor_flatten__"):
+        _compare_subclasses(one, two, path, first, second)
     elif isinstance(one, torch.Tensor):
         _compare_tensors(one, two, path, first, second)
+    elif isinstance(one, (argparse.Namespace, SimpleNamespace)):
+        _compare_mappings(vars(one), vars(two), path, first, second)
+    elif isinstance(one, io.BytesIO):
+        assert (one.getvalue(), one.tell()) == (two.getvalue(), two.tell()), path
+    elif isinstance(one, (torch.finfo, torch.iinfo)):
+        assert one.dtype == two.dtype, path
+    elif isinstance(one, (Decimal, date, time, timezone)):
+        # Some that are not equal in all respects are equal to Python.
+        assert repr(one) == repr(two), f"{path}: {one!r} became {two!r}"
     elif _is_ndarray(one):
         _compare_arrays(one, two, path, first, second)
-    elif isinstance(one, dict):
+    elif isinstance(one, (dict, MappingProxyType)):
         _compare_mappings(one, two, path, first, second)
     elif isinstance(one, (list, tuple, deque)):
         assert len(one) == len(two), f"{path}: {len(one)} items became {len(two)}"
@@ -95,7 +111,7 @@ def _compare_values(one: Any, two: Any, path: str) -> None:
     elif isinstance(one, complex):
         _compare_values(one.real, two.real, path)
         _compare_values(one.imag, two.imag, path)
-    elif hasattr(one, "tobytes"):
+    elif hasattr(one, "tobytes") and hasattr(one, "dtype"):
         assert one.dtype == two.dtype, path
         assert one.tobytes() == two.tobytes(), f"{path}: {one!r} became {two!r}"
     else:
@@ -107,9 +123,40 @@ def _compare_tensors(one: torch.Tensor, two: torch.Tensor, path: str, first: _Wa
     assert one.shape == two.shape, f"{path}: {one.shape} became {two.shape}"
     assert one.requires_grad == two.requires_grad, f"{path}: requires_grad"
     assert one.layout is two.layout, f"{path}: layout"
-    if one.layout is torch.strided:
+    if one.is_quantized:
+        _compare_quantized(one, two, path)
+    elif one.layout is torch.strided:
         _compare_strided(one, two, path, first, second)
+    else:
+        _compare_sparse(one, two, path, first, second)
+
+
+def _compare_subclasses(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None:
+    names, context = one.__tensor_flatten__()
+    other_names, other_context = two.__tensor_flatten__()
+    assert list(names) == list(other_names), f"{path}: {names} became {other_names}"
+    assert context == other_context, f"{path}: {context} became {other_context}"
+    assert one.requires_grad == two.requires_grad, f"{path}: requires_grad"
+    assert isinstance(one, torch.nn.Parameter) == isinstance(two, torch.nn.Parameter), path
+    if not one.is_nested:
+        assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype), path
+    for name in names:
+        _compare(getattr(one, name), getattr(two, name), f"{path}.{name}", first, second)
+
+
+def _compare_quantized(one: torch.Tensor, two: torch.Tensor, path: str) -> None:
+    assert one.stride() == two.stride(), f"{path}: strides {one.stride()} became {two.stride()}"
+    assert torch.equal(one.int_repr(), two.int_repr()), f"{path}: {one} became {two}"
+    assert one.qscheme() == two.qscheme(), path
+    if one.qscheme() == torch.per_tensor_affine:
+        assert (one.q_scale(), one.q_zero_point()) == (two.q_scale(), two.q_zero_point()), path
         return
+    assert one.q_per_channel_axis() == two.q_per_channel_axis(), path
+    for name in ("q_per_channel_scales", "q_per_channel_zero_points"):
+        assert torch.equal(getattr(one, name)(), getattr(two, name)()), f"{path}: {name}"
+
+
+def _compare_sparse(one: torch.Tensor, two: torch.Tensor, path: str, first: _Walk, second: _Walk) -> None:
     if one.layout is torch.sparse_coo:
         assert one.is_coalesced() == two.is_coalesced(), f"{path}: coalesced"
         names = ("_indices", "_values")
@@ -162,7 +209,7 @@ def _compare_dtensors(one: DTensor, two: DTensor, path: str, first: _Walk, secon
     assert one.stride() == two.stride(), f"{path}: global strides"
     assert one.requires_grad == two.requires_grad, f"{path}: requires_grad"
     assert isinstance(one, torch.nn.Parameter) == isinstance(two, torch.nn.Parameter), path
-    _compare_strided(one._local_tensor, two._local_tensor, f"{path}.local", first, second)
+    _compare(one._local_tensor, two._local_tensor, f"{path}.local", first, second)
 
 
 def _compare_sharded(one: Any, two: Any, path: str, first: _Walk, second: _Walk) -> None:

@@ -10,12 +10,22 @@ same object.
 
 from __future__ import annotations
 
+import argparse
+import array
 import enum
+import io
+import pathlib
 import random
 import struct
+import uuid
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -89,7 +99,45 @@ class Frozen:
     extra: Any = field(kw_only=True, default=0)
 
 
-REGISTERED = (Colour, Level, Mode, Access, Interval, Plain, Progress, Frozen)
+class Text(str):
+    pass
+
+
+class Table(dict[Any, Any]):
+    """A dict with attributes."""
+
+
+class Coded(torch.Tensor):
+    """A tensor subclass as quantized weights are: codes and a scale, which may be one of these again."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    progress: Any
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, progress: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.bfloat16, device=codes.device
+        )
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, progress: Any) -> None:
+        self.codes, self.scale, self.progress = codes, scale, progress
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"progress": self.progress}
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: Any, size: Any, stride: Any) -> Coded:
+        return Coded(tensors["codes"], tensors["scale"], context["progress"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"no operation of a subclass may run: {func}")
+
+
+REGISTERED = (Colour, Level, Mode, Access, Interval, Plain, Progress, Frozen, Text, Table, Coded)
 for _cls in REGISTERED:
     torchferry.register(_cls)
 
@@ -331,6 +379,16 @@ def _numpy_scalar(data: tuple[str, str]) -> Any:
     return np.frombuffer(content, dtype)[0]
 
 
+def _timezone(minutes: int | None) -> timezone | None:
+    return None if minutes is None else timezone(timedelta(minutes=minutes))
+
+
+def _stream(data: tuple[bytes, int]) -> io.BytesIO:
+    stream = io.BytesIO(data[0])
+    stream.seek(data[1])
+    return stream
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
     # None, bool, int, str and bytes are stored directly.
     "plain": lambda data: data,
@@ -350,6 +408,24 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "enum": lambda data: ENUMS[data[0]][data[1]],
     "flags": lambda data: Access(data),
     "numpy": _numpy_scalar,
+    "numpy dtype": lambda name: NUMPY_DTYPES[name],
+    "text": Text,
+    "path": pathlib.PurePosixPath,
+    "decimal": Decimal,
+    "fraction": lambda data: Fraction(*data),
+    "uuid": lambda number: uuid.UUID(int=number),
+    "timedelta": lambda data: timedelta(*data),
+    "datetime": lambda data: datetime(*data[:7]).replace(tzinfo=_timezone(data[7]), fold=data[8]),
+    "date": lambda data: date(*data),
+    "time": lambda data: time(*data[:4]).replace(tzinfo=_timezone(data[4]), fold=data[5]),
+    "stream": _stream,
+    "array": lambda data: array.array("B", data),
+    "finfo": lambda name: torch.finfo(getattr(torch, name)),
+    # The size and the seed of bytes that are payload.
+    "large bytes": lambda data: random.Random(data[1]).randbytes(data[0]),
+    "large stream": lambda data: _stream((random.Random(data[1]).randbytes(data[0]), data[1])),
+    "large array": lambda data: array.array("H", random.Random(data[1]).randbytes(2 * data[0])),
+    "large bytearray": lambda data: bytearray(random.Random(data[1]).randbytes(data[0])),
 }
 
 
@@ -363,6 +439,17 @@ def _ordered(keys: list[Any], children: list[Any], metadata: Any) -> Any:
 def _counter(keys: list[Any], children: list[Any], _: Any) -> Any:
     built: Counter[Any] = Counter()
     dict.update(built, zip(keys, children, strict=True))
+    return built
+
+
+def _namespace(keys: list[Any], children: list[Any], cls: Any) -> Any:
+    return cls(**{f"name{number}": child for number, child in enumerate(children)})
+
+
+def _table(keys: list[Any], children: list[Any], note: Any) -> Any:
+    built = Table(zip(keys, children, strict=True))
+    if note is not None:
+        built.note = note  # type: ignore[attr-defined]
     return built
 
 
@@ -389,6 +476,10 @@ CONTAINERS: dict[str, Callable[[list[Any], list[Any], Any], Any]] = {
         FACTORIES[factory], zip(keys, children, strict=True)
     ),
     "record": _record,
+    "namespace": lambda keys, children, _: _namespace(keys, children, argparse.Namespace),
+    "simple namespace": lambda keys, children, _: _namespace(keys, children, SimpleNamespace),
+    "mapping proxy": lambda keys, children, _: MappingProxyType(dict(zip(keys, children, strict=True))),
+    "table": _table,
 }
 
 
@@ -423,7 +514,24 @@ def _scheduler(seed: int) -> Any:
     ).state_dict()
 
 
+def _coded(seed: int) -> Coded:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (3, 4), dtype=torch.int8, generator=generator)
+    return Coded(codes, torch.rand(3, 1, generator=generator), Progress(Level.LOW, (torch.float32, None)))
+
+
+def _quantized(seed: int) -> torch.Tensor:
+    values = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed))
+    scales, zeros = values[:, 0] + 0.5, torch.arange(3) + seed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates them
+        return torch.quantize_per_channel(values, scales, zeros, 0, torch.qint32)
+
+
 PREFABS: dict[str, Callable[[int], Any]] = {
+    "tensor subclasses": lambda seed: [_coded(seed), Coded(_coded(seed), torch.ones(1) * seed, None)],
+    "quantized": _quantized,
+    "result of max": lambda seed: torch.max(torch.tensor([[1.0, seed], [3.0, 2.0]]), 1),
     "module": lambda seed: _module(seed).state_dict(),
     "module with keep_vars": lambda seed: _module(seed).state_dict(keep_vars=True),
     "optimizer": _optimizer,

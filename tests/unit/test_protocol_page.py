@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from tests.support.sizes import examples
 from torchferry.core import pull
 from torchferry.core.leases import MAX_LEASES
-from torchferry.core.manifest import Manifest, TensorSpec
+from torchferry.core.manifest import PICKLED, VALUE, Manifest, TensorSpec
 from torchferry.core.plan import MAX_CHUNKS, make_plan
 from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
@@ -30,6 +30,7 @@ from torchferry.engine.serve import _LEASE_PATH
 from torchferry.links import http_server
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.serving import serve
+from torchferry.tensors import containers, kinds
 from torchferry.testing import MemoryNetwork
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -61,7 +62,7 @@ class Reader:
         (length,) = struct.unpack("<q", self._read(0x54460000))
         data = self._read(0x54460001)
         assert len(data) == length
-        assert data[:5] == b"TFRY\x08"
+        assert data[:5] == b"TFRY\x09"
         assert struct.unpack_from("<Q", data, 5)[0] == xxh3_64_intdigest(data[13:])
         body = msgspec.msgpack.decode(data[13:])
         defaults = [None, None, None, 0, b"", None, False, 0, 0, None, b""]
@@ -149,6 +150,15 @@ def table(heading: str) -> list[list[str]]:
             break
         rows.append([cell.strip() for cell in line[1:-1].split("|")])
     return rows
+
+
+def test_the_page_has_every_kind_of_container_and_leaf() -> None:
+    parts = {row[0]: row[1] for row in table("## The manifest")}
+    branches, leaves = (
+        parts[part].partition("kinds: ")[2].partition(".")[0].split(", ") for part in ("branches", "leaves")
+    )
+    assert sorted(branches) == sorted(containers._builds)
+    assert sorted(leaves) == sorted([*kinds._by_name, "dtensor", "sharded", VALUE, PICKLED])
 
 
 MESSAGES = [pull.LeaseRequest, pull.Grant, pull.Peer, pull.InMemory, pull.Result, pull.Failure]

@@ -27,7 +27,7 @@ from torchferry.errors import BadManifest
 
 MAGIC = b"TFRY"
 REFUSAL_MAGIC = b"TFNO"
-VERSION = 8
+VERSION = 9
 _PREAMBLE = struct.Struct("<4sBQ")
 _MAX_REASON_CHARACTERS = 1000
 

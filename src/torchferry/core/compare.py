@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from torchferry.core.extents import Budget, TooIrregular, are_disjoint, footprint, overlaps_itself, union
 from torchferry.core.hash_flooding import is_hash_flood
-from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.manifest import BUFFER, OPAQUE, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.text import show_difference, show_name
 from torchferry.core.tree import Occurrence, Path, format_path, occurrences
 from torchferry.errors import BadManifest, Mismatch
 
-_VALUE_KINDS = frozenset({VALUE, OPAQUE, PICKLED})
+_VALUE_KINDS = frozenset({VALUE, OPAQUE, PICKLED, BUFFER})
 
 Extra: TypeAlias = Literal["error", "fresh", "drop"]
 """What to do with paths that only the peer has."""

@@ -92,3 +92,6 @@ VALUE = "value"  # `traits` is the value
 PICKLED = "pickled"  # `traits` is the pickle, `fixed` is True if the object holds tensors
 # A local leaf that can't be sent: `traits` describes it, `fixed` is None, or why it can't be overwritten.
 OPAQUE = "opaque"
+
+# A value whose bytes are payload: `traits` has its type. A local value is replaced, never overwritten.
+BUFFER = "buffer"

@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from torchferry.core.destinations import tensors_by_extent
 from torchferry.core.extents import Extent
-from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest
+from torchferry.core.manifest import BUFFER, PICKLED, VALUE, Leaf, Manifest
 from torchferry.core.plan import Plan
 from torchferry.core.pull import encode_digests
 from torchferry.core.tree import walk
@@ -77,7 +77,7 @@ def _content_of(manifest: Manifest, leaf: Leaf, used: Used) -> tuple[object, ...
     for part in leaf.parts:
         spec = manifest.tensors[part]
         parts.append((spec.dtype, spec.shape, spec.stride, spec.conj, spec.neg, used[part]))
-    return leaf.kind, leaf.fixed, parts
+    return leaf.kind, leaf.fixed, parts, *((leaf.traits,) if leaf.kind == BUFFER else ())
 
 
 def _positions_of_extents(plan: Plan) -> list[int]:

@@ -234,7 +234,8 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
     for path, number in occurrences(tree):
         if path in ours and part_of(leaves[number]) and part_of(own := local.manifest.leaves[ours[path]]):
             # The tree may have the shard of another rank. Bundles have the right one.
-            leaves[number] = structs.replace(own, parts=(len(tensors),))
+            parts = range(len(tensors), len(tensors) + len(own.parts))
+            leaves[number] = structs.replace(own, parts=tuple(parts))
             tensors += [local.manifest.tensors[part] for part in own.parts]
     incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
     rules = rules_of(loading.objects)

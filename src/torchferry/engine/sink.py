@@ -22,7 +22,7 @@ from torchferry.core.destinations import (
     place_in_local_state,
     unwritten_paths,
 )
-from torchferry.core.manifest import Manifest
+from torchferry.core.manifest import BUFFER, Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, format_path, occurrences
@@ -39,7 +39,7 @@ from torchferry.tensors.assemble import (
     tied_to_local,
 )
 from torchferry.tensors.describe import Description
-from torchferry.tensors.fresh import FreshMemory
+from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
     Memory,
@@ -82,6 +82,7 @@ class Sink:
     def __post_init__(self) -> None:
         self.pinned = self.local is not None and not self.local.is_all_cpu
         self._scratch: dict[int, Memory] = {}
+        self._bytes_storages = find_bytes_storages(self.manifest)
         self._states = bytearray(len(self.plan.chunks))
         self._digests: dict[int, int] = {}  # of chunks whose expected digest is not known yet
         self._expected: dict[int, int] = {}  # of chunks that have not been hashed yet
@@ -290,7 +291,7 @@ class Sink:
         if storage not in self._scratch:
             nbytes = self.manifest.storages[storage]
             check_room(nbytes, "a storage of the incoming state")
-            self._scratch[storage] = new_memory(nbytes)
+            self._scratch[storage] = new_memory(nbytes, storage in self._bytes_storages)
         return self._scratch[storage]
 
     def increment_versions(self) -> None:
@@ -377,7 +378,9 @@ def target_in_place(
         prepared = prepare(incoming, context, cache, only=None if comparison.identical else received)
     mismatches += misfits(manifest, sorted(fresh_leaves), context)
     _raise_if_any(mismatches, comparison.hints)
-    fresh_tensors = {part for leaf in fresh_leaves for part in manifest.leaves[leaf].parts}
+    # Large values have no place in the local state.
+    values = {pair.incoming for pair in comparison.pairs if manifest.leaves[pair.incoming].kind == BUFFER}
+    fresh_tensors = {part for leaf in fresh_leaves | values for part in manifest.leaves[leaf].parts}
     if comparison.identical:
         tree = prepared
         sink = Sink(manifest, plan, local=local, written=range(len(local.tensors)))
@@ -390,7 +393,7 @@ def target_in_place(
             place_in_local_state(plan.extents, manifest, local.manifest, pairs, fresh_tensors),
             local=local,
             written={pair.local for pair in pairs},
-            paired={pair.path for pair in comparison.pairs},
+            paired={pair.path for pair in comparison.pairs if pair.incoming not in values},
         )
     # Allocate before anything is written, so that a lack of memory leaves the local state unchanged.
     scratch_tensors = fresh_tensors.union(pair.incoming for pair in sink.destinations.via_scratch)

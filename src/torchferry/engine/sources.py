@@ -287,7 +287,7 @@ _running: weakref.WeakSet[Sources] = weakref.WeakSet()
 
 @atexit.register
 def _end_fetches() -> None:
-    """End the threads of fetches: Python ends those that are left, and if one is in torch's code, it aborts."""
+    """End all threads: Python ends those that are left, and if one is in torch's code, the process aborts."""
     found = list(_running)
     for sources in found:
         sources.shut_down()

@@ -286,7 +286,8 @@ class HttpConnection:
     def close(self) -> None:
         """Close the socket. Only the thread that uses the connection does that."""
         self._forget_descriptors()
-        self._ring = None
+        if self._ring is not None:
+            self._ring.close()
         with self._lock:
             self._sock.close()
 

@@ -411,6 +411,7 @@ class HttpServer:
         finally:
             handler.disconnected(connection.number)
             if connection.ring is not None:
+                connection.ring.close()
                 connection.ring = connection.ring_memory = None
                 self._free_rings.release()
             with self._lock:

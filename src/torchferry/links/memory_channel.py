@@ -259,6 +259,8 @@ class MemoryChannel:
         # If a thread is stuck, they are freed with the last reference to this object.
         if self._waiting.acquire(timeout=_STOP_S):
             self._sock.close()
+            if self._ring is not None:
+                self._ring.close()
             self._ring = None
             self._waiting.release()
 

@@ -23,14 +23,15 @@ SLOT = b"\x01"
 
 
 class Ring:
-    """One end of a ring, which keeps the memory mapped. One end `fills` slots, and the other empties them.
+    """One end of a ring, which keeps its memory until it is closed. One `fills` slots, one empties them.
 
     `wait` waits for signals of the other end, at most as many as it is given, and returns how many came.
     """
 
     def __init__(self, sock: socket.socket, memory: SharedBlock | Mapping, *, fills: bool) -> None:
         self._sock = sock
-        self._memory = memory
+        self._memory: SharedBlock | Mapping | None = memory
+        self._address = memory.address
         self._next = 0
         self._ready = SLOTS if fills else 0
         self.slot_bytes = memory.nbytes // SLOTS
@@ -59,12 +60,17 @@ class Ring:
         while self._ready < SLOTS:
             self._ready += wait(SLOTS - self._ready)
 
+    def close(self) -> None:
+        """Free the memory. No other thread may use the ring. Errors may refer to it, through their frames."""
+        self.is_stopped = True
+        self._memory = None
+
     def _next_slot(self, wait: Wait) -> int:
         while not self._ready:
             self._ready += wait(SLOTS - self._ready)
         if self.is_stopped:
             raise ConnectionError("this process has closed it")
-        address = self._memory.address + self._next * self.slot_bytes
+        address = self._address + self._next * self.slot_bytes
         self._next, self._ready = (self._next + 1) % SLOTS, self._ready - 1
         return address
 

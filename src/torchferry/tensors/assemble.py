@@ -9,13 +9,14 @@ from types import NoneType
 from typing import TypeAlias
 
 from torchferry.core.compare import Comparison, Extra, RuleOf
-from torchferry.core.manifest import PICKLED, VALUE, Leaf, Manifest, TensorSpec
+from torchferry.core.manifest import BUFFER, PICKLED, VALUE, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import Path, format_path, merge, occurrences, path_of, rebuild, rebuild_places
 from torchferry.errors import FerryError, Mismatch, PickleRefused, StateMismatch
 from torchferry.tensors.containers import BuildContainer, container_builder
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory
 from torchferry.tensors.kinds import Kind, Misfit, RebuildContext, check_form, kind_named
+from torchferry.tensors.kinds.buffer import value_from_bytes
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.sparse import check_index_count
 from torchferry.tensors.memory import Memory, check_dtype, tensor_over
@@ -124,6 +125,8 @@ def assemble_fresh(prepared: Prepared, fresh: FreshMemory) -> object:
     manifest, tensors = prepared.manifest, fresh.tensors
 
     def build(kind: Kind, leaf: Leaf) -> object:
+        if leaf.kind == BUFFER and (data := fresh.memory(manifest.tensors[leaf.parts[0]].storage).block):
+            return value_from_bytes(leaf, data)
         for part in leaf.parts:
             if part not in tensors:
                 spec = manifest.tensors[part]
@@ -213,11 +216,16 @@ def assemble_in_place(
     manifest = prepared.manifest
 
     def finish(incoming: int, target: int) -> object:
+        if manifest.leaves[incoming].kind == BUFFER:
+            return _build_leaf(prepared, incoming, build)
         value = local.values[target]
-        return _build_leaf(prepared, incoming, lambda kind, leaf: kind.finish_in_place(leaf, value))
+        parts = [local.tensors[part] for part in local.manifest.leaves[target].parts]
+        return _build_leaf(prepared, incoming, lambda kind, leaf: kind.finish_in_place(leaf, value, parts))
 
     def build(kind: Kind, leaf: Leaf) -> object:
         specs = [manifest.tensors[part] for part in leaf.parts]
+        if leaf.kind == BUFFER and (data := memory_of(specs[0].storage).block):
+            return value_from_bytes(leaf, data)
         parts = [tensor_over(memory_of(spec.storage), spec) for spec in specs]
         return kind.rebuild(leaf, parts, prepared.context)
 

@@ -3,17 +3,21 @@
 The exact type decides: a subclass of dict is not handled as a dict.
 """
 
+import argparse
 import dataclasses
-import enum
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
+
+import torch
 
 from torchferry.core.manifest import Branch, Value
 from torchferry.core.text import show, show_name
 from torchferry.errors import BadManifest, UnknownType, Unsendable
 from torchferry.tensors import registry, values
+from torchferry.tensors.kinds import ndarray
 
 _FACTORIES: dict[str | None, Any] = {None: None} | {
     cls.__name__: cls for cls in (int, float, bool, str, list, dict, set, tuple, OrderedDict, Counter)
@@ -62,17 +66,26 @@ def take_apart(value: Any) -> ContainerParts | None:
     cls = type(value)
     kind = _by_type.get(cls)
     if kind is not None:
-        if not issubclass(cls, dict):
+        if kind.name in _WITHOUT_KEYS:
             children = list(value)
             return ContainerParts(kind.name, range(len(children)), children, kind.extra(value))
-        # Read keys and values at once, because another thread may change the mapping.
-        items = list(value.items())
-        keys, children = [key for key, _ in items], [child for _, child in items]
-        return ContainerParts(kind.name, keys, children, kind.extra(value))
-    # An enum may also be a namedtuple or dataclass, but its members can't be built from fields.
-    if registry.is_registered(cls) and not issubclass(cls, enum.Enum):
+        mapping = vars(value) if cls in _NAMESPACES else value
+        return ContainerParts(kind.name, *_split_items(mapping.items()), kind.extra(value))
+    if cls.__module__ == "torch.return_types" and vars(torch.return_types).get(cls.__name__) is cls:
+        return ContainerParts("return_type", cls.__match_args__, tuple(value), cls.__name__)
+    if ndarray.is_masked(value):
+        return ContainerParts("masked", _MASKED, ndarray.split_masked(value), bool(value.hardmask))
+    if registry.is_record(cls) and registry.is_registered(cls):
         return _split_fields(value)
+    if issubclass(cls, dict) and registry.is_registered(cls):
+        return _split_mapping(value)
     return None
+
+
+def _split_items(items: Iterable[tuple[object, object]]) -> tuple[list[object], list[object]]:
+    # Read keys and values at once, because another thread may change the mapping.
+    pairs = list(items)
+    return [key for key, _ in pairs], [child for _, child in pairs]
 
 
 def container_builder(branch: Branch) -> BuildContainer:
@@ -84,7 +97,7 @@ def container_builder(branch: Branch) -> BuildContainer:
     build = _builds.get(branch.kind)
     if build is None:
         raise BadManifest(f"a container has the unknown kind {show(branch.kind)}")
-    if (branch.keys is None) != (branch.kind in ("list", "tuple", "deque")):
+    if (branch.keys is None) != (branch.kind in _WITHOUT_KEYS):
         raise BadManifest(f"a {branch.kind} {'without' if branch.keys is None else 'with'} keys")
     decoded = [key if type(key) is str else values.from_wire(key) for key in branch.keys or ()]
     keys = values.try_build(branch.kind, values.require_distinct, decoded)
@@ -121,12 +134,68 @@ def _build_deque(keys: list[Any], maxlen: Any, children: list[Any]) -> object:
     return deque(children, maxlen)
 
 
+def _build_namespace(cls: Any, keys: list[Any], children: list[Any]) -> object:
+    return values.set_attributes(cls(), dict(zip(keys, children, strict=True)))
+
+
+def _build_return_type(keys: list[Any], name: Any, children: list[Any]) -> object:
+    cls: Any = vars(torch.return_types).get(values.require_type(str, name))
+    if getattr(cls, "__match_args__", None) != tuple(keys):
+        raise UnknownType(f"torch {torch.__version__} has no result {show_name(name)} with these fields")
+    return cls(children)
+
+
+def _build_masked(keys: list[Any], hard: Any, children: list[Any]) -> object:
+    data, mask, fill_value = children
+    if tuple(keys) != _MASKED or type(hard) is not bool:
+        raise ValueError(f"it has the parts {show(keys)}, expected {show(_MASKED)}")
+    # `container_builder` builds it once with None for all children.
+    return data if data is None else ndarray.make_masked(data, mask, fill_value, hard=hard)
+
+
+def _builtin_base(cls: type) -> Any:
+    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+def _split_mapping(value: Any) -> ContainerParts:
+    """Take a registered subclass of dict apart: its items are children, its attributes are values."""
+    name, base = registry.name_of(type(value)), _builtin_base(type(value))
+    attributes: Any = object.__getstate__(value)
+    if type(attributes) is tuple:
+        raise Unsendable(f"a {name} has slots, which would be lost: remove them")
+    # Items of some subclasses are their attributes too.
+    attributes = True if attributes is value else attributes
+    factory = _factory_name(value) if base is defaultdict else None
+    try:
+        extra = values.to_wire((name, factory, attributes))
+    except Unsendable as error:
+        raise Unsendable(f"in the attributes of a {name}, {error.what}") from None
+    return ContainerParts("mapping", *_split_items(base.items(value)), extra)
+
+
+def _build_mapping(keys: list[Any], extra: Any, children: list[Any]) -> object:
+    """Build a registered subclass of dict without calling its methods."""
+    name, factory, attributes = values.require_type(tuple, values.from_wire(extra))
+    cls: Any = registry.look_up(name)
+    if not issubclass(cls, dict) or registry.is_record(cls):
+        raise ValueError(f"{show_name(name)} is not a subclass of dict, or has fields")
+    base = _builtin_base(cls)
+    built = base.__new__(cls)
+    if base is defaultdict:
+        built.default_factory = _FACTORIES[factory]
+    for key, child in zip(keys, children, strict=True):
+        base.__setitem__(built, key, child)
+    if attributes is True:
+        object.__setattr__(built, "__dict__", built)
+    return built if attributes in (True, None) else values.set_attributes(built, attributes)
+
+
 def _keys_and_base(cls: Any) -> tuple[tuple[str, ...], Any]:
     """Return the keys of a namedtuple or dataclass, and the built-in type that creates its instances."""
     if registry.is_namedtuple(cls):
         return tuple(cls._fields), tuple
     fields = tuple(field.name for field in dataclasses.fields(cls))
-    base: type = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    base = _builtin_base(cls)
     if base is object:
         return fields, base
     if base in (OrderedDict, dict, list):
@@ -195,6 +264,19 @@ _by_type: dict[type, ContainerKind] = {
     ),
     Counter: ContainerKind("counter", lambda *parts: _fill(Counter(), *parts), values.attributes_to_wire),
     defaultdict: ContainerKind("defaultdict", _build_defaultdict, _factory_name),
+    MappingProxyType: ContainerKind(
+        "mappingproxy", lambda keys, _, children: MappingProxyType(dict(zip(keys, children, strict=True)))
+    ),
+    argparse.Namespace: ContainerKind(
+        "namespace", lambda keys, _, children: _build_namespace(argparse.Namespace, keys, children)
+    ),
+    SimpleNamespace: ContainerKind(
+        "simplenamespace", lambda keys, _, children: _build_namespace(SimpleNamespace, keys, children)
+    ),
 }
+_WITHOUT_KEYS = ("list", "tuple", "deque")
+_NAMESPACES = (argparse.Namespace, SimpleNamespace)
+_MASKED = ("data", "mask", "fill_value")
 _builds = {kind.name: kind.build for kind in _by_type.values()}
-_builds |= {"namedtuple": _build_fields, "dataclass": _build_fields}
+_builds |= {"namedtuple": _build_fields, "dataclass": _build_fields, "mapping": _build_mapping}
+_builds |= {"return_type": _build_return_type, "masked": _build_masked}

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchferry.core.manifest import OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
+from torchferry.core.manifest import BUFFER, OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, Path, format_path, path_bytes
 from torchferry.errors import Unsendable
 from torchferry.tensors import registry
@@ -24,6 +24,7 @@ from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
+from torchferry.tensors.kinds.quantized import QUANTIZED
 from torchferry.tensors.memory import CPU, Memory
 from torchferry.tensors.objects import PlacedObjects, ReadObject, ReadObjects
 from torchferry.tensors.storages import check_tensor, find_storages
@@ -46,8 +47,8 @@ class Description:
     """A manifest, and what it describes: memory by storage, tensors by number, values by leaf.
 
     It keeps the memory alive. `versions` are the version counters of the tensors. `uncounted` are the tensors
-    whose changes torch does not count: inference tensors, and views of ndarrays. `objects` are those whose
-    state dicts are described in their places, inner ones first.
+    whose changes torch does not count: inference tensors, and views of ndarrays, quantized tensors and large
+    values. `objects` are those whose state dicts are described in their places, inner ones first.
     """
 
     manifest: Manifest
@@ -106,10 +107,12 @@ def describe_target(state: object, objects: ReadObjects = _NO_OBJECTS) -> Descri
     unwritable = dict.fromkeys(_find_overlapping(used), _OVERLAPPING)
     unwritable |= dict.fromkeys(_find_read_only(used), _READ_ONLY)
     # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
-    if not unwritable and not described.uncounted:
+    if not unwritable and not described.uncounted and BUFFER not in {leaf.kind for leaf in manifest.leaves}:
         return described
 
     def checked(leaf: Leaf) -> Leaf:
+        if leaf.kind == BUFFER:
+            return Leaf(OPAQUE, traits="large bytes")
         reasons = [unwritable.get(manifest.tensors[part].storage) for part in leaf.parts]
         reasons += [_READ_ONLY] if leaf.kind == NDARRAY.name and not leaf.traits else []
         reason = next(filter(None, reasons), None)
@@ -133,7 +136,12 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf, objects: ReadObje
         raise Unsendable(what, phase="describe") from None
     manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
     versions = versions_of(walk.tensors)
-    uncounted = {part for leaf in walk.leaves if leaf.kind == NDARRAY.name for part in leaf.parts}
+    uncounted = {
+        part
+        for leaf, value in zip(walk.leaves, walk.values, strict=True)
+        if leaf.kind in (NDARRAY.name, QUANTIZED.name) or (leaf.kind == BUFFER and type(value) is not bytes)
+        for part in leaf.parts
+    }
     uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
     tensors, values = tuple(walk.tensors), tuple(walk.values)
     return Description(manifest, memories, tensors, values, versions, frozenset(uncounted), walk.objects)
@@ -160,6 +168,7 @@ class _Walk:
         self._substitute_leaf = substitute_leaf
         self._check_each = check_each
         self._leaf_by_id: dict[int, int] = {}
+        self._number_by_id: dict[int, int] = {}
         self._all_path_bytes = 0
         self.root = self._visit(state, (), 0)
 
@@ -244,8 +253,12 @@ class _Walk:
                 check_tensor(tensor)
             except RuntimeError as error:
                 raise Unsendable(f"a tensor without accessible memory can't be sent: {error}") from None
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
+        # Tensor subclasses may share an inner tensor, and jagged ones must: their sizes are equal only then.
+        number = self._number_by_id.get(id(tensor), -1)
+        if not (0 <= number < len(self.tensors) and self.tensors[number] is tensor):
+            number = self._number_by_id[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return number
 
     def _add_leaf(self, leaf: Leaf, value: object) -> int:
         self.leaves.append(leaf)
@@ -293,8 +306,6 @@ def _why_not_written(value: Any, error: Unsendable) -> str | None:
             return "a lazy parameter without a shape: run a forward pass first"
         if value.device.type == "meta":
             return "a tensor on the meta device: call `to_empty()` first"
-        if value.is_quantized:
-            return f"a quantized tensor ({value.dtype}), which can't be overwritten in place"
         return f"a tensor of the class {name} ({value.layout}), which can't be overwritten in place"
     if issubclass(cls, numpy_class("ndarray")):
         return f"an array of the class {name}, which can't be overwritten in place"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchferry.core.extents import Extent
-from torchferry.core.manifest import Manifest
+from torchferry.core.manifest import BUFFER, Manifest
 from torchferry.core.plan import Piece
 from torchferry.tensors.memory import CPU, DTYPES, Memory, check_room, new_memory, scatter
 
@@ -38,6 +38,23 @@ if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def find_bytes_storages(manifest: Manifest) -> set[int]:
+    """Return the storages that hold the bytes of one large value and nothing else."""
+    parts = [leaf.parts[0] for leaf in manifest.leaves if leaf.kind == BUFFER and leaf.parts]
+    if not parts:
+        return set()
+    users = Counter([part for leaf in manifest.leaves for part in leaf.parts])
+    tensors = Counter([spec.storage for spec in manifest.tensors])
+    specs = [manifest.tensors[part] for part in parts if users[part] == 1]
+    return {
+        spec.storage
+        for spec in specs
+        if tensors[spec.storage] == 1
+        and spec.offset == 0
+        and spec.shape == (manifest.storages[spec.storage],)
+    }
+
+
 class FreshMemory:
     """New memory on the CPU, allocated storage by storage. `tensors` has what `unpack` created, by number."""
 
@@ -49,6 +66,7 @@ class FreshMemory:
         self._clock = clock
         self._manifest = manifest
         self._memories: dict[int, Memory] = {}
+        self._bytes_storages = find_bytes_storages(manifest)
         # Inference mode is set per thread, and `unpack` runs in another thread.
         self._inference = torch.is_inference_mode_enabled()
         check_room(sum(manifest.storages), "the incoming state")
@@ -58,7 +76,8 @@ class FreshMemory:
         if storage not in self._memories:
             if self.tensors and (number := self._only_tensor[storage]) in self.tensors:
                 return Memory(self.tensors[number].untyped_storage(), 0, CPU)
-            self._memories[storage] = new_memory(self._manifest.storages[storage])
+            nbytes, as_bytes = self._manifest.storages[storage], storage in self._bytes_storages
+            self._memories[storage] = new_memory(nbytes, as_bytes)
         return self._memories[storage]
 
     def fault_in(self, piece: Extent) -> None:

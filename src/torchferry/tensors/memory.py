@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from operator import add, gt, mul
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -41,12 +42,14 @@ DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstan
 class Memory(Struct, frozen=True, gc=False):
     """The memory of a storage of a manifest: its byte 0 is byte `base` of the torch storage.
 
-    CPU memory has the object `CPU` as its device, because comparing identity is fast.
+    CPU memory has the object `CPU` as its device, because comparing identity is fast. `block` is the bytes
+    object that has the memory, if there is one.
     """
 
     storage: torch.UntypedStorage
     base: int
     device: torch.device
+    block: bytes | None = None
 
     def at(self, delta: int) -> "Memory":
         """Return the same memory from `delta` bytes further on."""
@@ -63,9 +66,14 @@ def check_room(nbytes: int, what: str) -> None:
         )
 
 
-def new_memory(nbytes: int) -> Memory:
-    """Allocate uninitialized memory on the CPU for one storage; raises StateError if that fails."""
+def new_memory(nbytes: int, as_bytes: bool = False) -> Memory:
+    """Allocate memory on the CPU for one storage; raises StateError if that fails.
+
+    With `as_bytes`, it is the memory of a bytes object, which nobody else may see before it is written.
+    """
     try:
+        if as_bytes:
+            return memory_of_bytes(bytes(nbytes))
         return Memory(torch.empty(nbytes, dtype=torch.uint8, device=CPU).untyped_storage(), 0, CPU)
     except (RuntimeError, MemoryError) as error:
         raise StateError(f"no memory for {nbytes} bytes of the incoming state: {error}") from None
@@ -82,12 +90,19 @@ def new_block(nbytes: int, what: str) -> torch.Tensor:
         raise StateError(f"no memory for the {nbytes} bytes of {what}: {error}") from None
 
 
-def memory_at(address: int, nbytes: int) -> Memory:
-    """View memory of this process as a storage. The caller keeps its owner alive."""
+def memory_at(address: int, nbytes: int, owner: object = None) -> Memory:
+    """View memory of this process as a storage, which keeps its owner alive, or else the caller does."""
     if nbytes == 0:
         return new_memory(0)
-    block = (ctypes.c_uint8 * nbytes).from_address(address)
+    block: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    block.owner = owner
     return Memory(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, CPU)
+
+
+def memory_of_bytes(value: bytes) -> Memory:
+    """View the memory of a bytes object as a storage, which keeps the object alive."""
+    address = ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value or 0
+    return Memory(memory_at(address, len(value), value).storage, 0, CPU, value)
 
 
 def strided(

@@ -3,12 +3,19 @@
 One `ValueKind` encodes and decodes one exact type; it does not apply to subclasses.
 """
 
+import array
 import enum
+import io
+import pathlib
 import struct
 import types
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,11 +23,13 @@ from msgspec.msgpack import Decoder
 
 from torchferry.core.codec import data_of, decode_value, encode_value
 from torchferry.core.hash_flooding import is_hash_flood
-from torchferry.core.manifest import Item, Nested, Special, Value
+from torchferry.core.manifest import Branch, Count, Item, Nested, Special, Value
 from torchferry.core.text import MAX_CHARACTERS
 from torchferry.errors import BadManifest, FerryError, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.kinds import ndarray
+from torchferry.tensors.kinds.buffer import make_array, make_stream
+from torchferry.tensors.memory import DTYPES
 
 T = TypeVar("T")
 _Items = tuple[Item, ...]
@@ -60,8 +69,14 @@ def to_wire(value: Any, depth: int = 0) -> Value:
             kind = _ENUM
         elif ndarray.is_scalar(value):
             kind = _NUMPY_SCALAR
+        elif issubclass(cls, ndarray.numpy_class("dtype")):
+            kind = _NUMPY_DTYPE
+        elif issubclass(cls, (str, int)) and not issubclass(cls, enum.Enum):
+            if not registry.is_registered(cls):
+                return to_wire(_base_value(value), depth)
+            kind = _SUBCLASS
         else:
-            raise Unsendable(_explain_unsendable(value))
+            kind = _CONTAINER
 
     def encode(inner: object) -> Value:
         if depth == MAX_NESTING:
@@ -80,8 +95,8 @@ def _explain_unsendable(value: Any) -> str:
     what = f"a value of type {registry.name_of(cls)} can't be sent: "
     if issubclass(cls, (dict, list, tuple, enum.Enum)) or hasattr(cls, "__dataclass_fields__"):
         return what + (
-            "namedtuples, dataclasses and enums can be sent after torchferry.register was called "
-            "with their class on both sides; convert others to a built-in container"
+            "namedtuples, dataclasses, enums and subclasses of dict can be sent after torchferry.register "
+            "was called with their class on both sides; convert others to a built-in container"
         )
     if callable(getattr(cls, "state_dict", None)):
         return what + "send its state_dict(), and load it at the receiver"
@@ -194,10 +209,91 @@ def _enum_from_wire(wire: tuple[str, Item]) -> object:
     return cls[require_type(str, member)]
 
 
+def _base_value(value: Any) -> str | int:
+    """Return an instance of a subclass of str or int as a plain one; raises Unsendable if it holds more."""
+    if getattr(value, "__dict__", None):
+        raise Unsendable(
+            f"a {registry.name_of(type(value))} has attributes ({', '.join(map(str, vars(value)))}), which "
+            "would be lost: send them as values of their own"
+        )
+    return str.__str__(value) if isinstance(value, str) else int.__int__(value)
+
+
+def _subclass_from_wire(wire: tuple[str, Item]) -> object:
+    name, base = wire
+    cls, value = registry.look_up(name), from_wire(base)
+    if not issubclass(cls, type(value)) or issubclass(cls, enum.Enum) or type(value) not in (str, int):
+        raise ValueError(f"{name} is not a subclass of {type(value).__qualname__}")
+    return type(value).__new__(cls, value)  # type: ignore[call-arg]
+
+
+def _container_to_wire(value: Any, encode: _Encode) -> object:
+    """Encode a container that is inside a value and has no kind of its own, such as a dataclass."""
+    from torchferry.tensors.containers import take_apart  # which imports values
+
+    parts = take_apart(value)
+    if parts is None:
+        raise Unsendable(_explain_unsendable(value))
+    keys = None if type(parts.keys) is range else [*map(encode, parts.keys)]
+    return [parts.kind, keys, [*map(encode, parts.children)], parts.extra]
+
+
+def _container_from_wire(wire: tuple[str, _Items | None, _Items, Item]) -> object:
+    from torchferry.tensors.containers import container_builder
+
+    kind, keys, children, extra = wire
+    branch = Branch(kind, (0,) * len(children), keys, extra)  # type: ignore[arg-type]
+    return container_builder(branch)(_list_from_wire(children))
+
+
+def _zone_of(moment: Any) -> list[Any]:
+    return [moment.hour, moment.minute, moment.second, moment.microsecond, moment.tzinfo, moment.fold]
+
+
+def _moment_from_wire(cls: Any) -> Callable[[_Items], object]:
+    def build(wire: _Items) -> object:
+        *numbers, fold = _list_from_wire(wire)
+        return cls(*numbers, fold=fold)
+
+    return build
+
+
+_MAX_FRACTION_BITS = 1 << 16
+"""No receiver takes a larger fraction: Python reduces it in time that is quadratic in its bits."""
+
+
+def _fraction_from_wire(wire: _Items) -> object:
+    numbers = [require_type(int, number) for number in _list_from_wire(wire)]
+    if max(number.bit_length() for number in numbers) > _MAX_FRACTION_BITS:
+        raise ValueError(f"it has more than {_MAX_FRACTION_BITS} bits")
+    return Fraction(*numbers)
+
+
+def _stream_to_wire(stream: io.BytesIO, _: _Encode) -> object:
+    if stream.closed:
+        raise Unsendable("a closed BytesIO can't be sent: leave it out")
+    return [stream.getvalue(), stream.tell()]
+
+
+_PATHS = {
+    cls.__name__: cls
+    for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+}
+
 _DICT = ValueKind(18, dict, _Pairs, _dict_to_wire, _dict_from_wire)
 _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
 _NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
                           lambda item, _: ndarray.scalar_to_wire(item), ndarray.scalar_from_wire)  # fmt: skip
+_NUMPY_DTYPE = ValueKind(42, ndarray.NumpyScalar, ndarray.DtypeForm,
+                         lambda dtype, _: ndarray.dtype_to_wire(dtype), ndarray.dtype_from_wire)  # fmt: skip
+_SUBCLASS = ValueKind(43, object, tuple[str, Item],
+                      lambda value, encode: [registry.name_of(type(value)), encode(_base_value(value))],
+                      _subclass_from_wire)  # fmt: skip
+_CONTAINER = ValueKind(22, object, tuple[str, _Items | None, _Items, Item],
+                       _container_to_wire, _container_from_wire)  # fmt: skip
+_PATH = ValueKind(48, pathlib.PurePath, tuple[str, Item],
+                  lambda path, encode: [type(path).__name__, encode(str(path))],
+                  lambda wire: _PATHS[wire[0]](from_wire(wire[1])))  # type: ignore[arg-type]  # fmt: skip
 _KINDS = (
     # A str with surrogates, and an int of more than 64 bits: MessagePack encodes all others.
     ValueKind(1, str, bytes, lambda text, _: text.encode("utf-8", "surrogatepass"),
@@ -213,7 +309,7 @@ _KINDS = (
               lambda wire: slice(*_list_from_wire(wire))),
     ValueKind(7, type(Ellipsis), None, lambda *_: None, lambda _: Ellipsis),
     # MessagePack has bytes, but msgspec allows no field that is either str or bytes.
-    ValueKind(8, bytes, bytes, lambda data, _: data, bytes),
+    ValueKind(8, bytes, bytes, lambda data, _: bytes(data), bytes),
     # Containers inside keys, sets and attributes. All others are branches of the manifest.
     ValueKind(16, tuple, _Items, lambda items, encode: [*map(encode, items)],
               lambda wire: tuple(_list_from_wire(wire))),
@@ -231,8 +327,31 @@ _KINDS = (
       for code, cls in [(33, torch.dtype), (34, torch.layout), (35, torch.memory_format),
                         (36, torch.qscheme)]),
     ValueKind(37, torch.device, str, lambda device, _: str(device), torch.device),
+    ValueKind(38, torch.finfo, str, lambda info, _: info.dtype, lambda name: torch.finfo(DTYPES[name])),
+    ValueKind(39, torch.iinfo, str, lambda info, _: info.dtype, lambda name: torch.iinfo(DTYPES[name])),
+    ValueKind(49, datetime, _Items,
+              lambda t, encode: [*map(encode, (t.year, t.month, t.day, *_zone_of(t)))],
+              _moment_from_wire(datetime)),
+    ValueKind(50, date, tuple[int, int, int], lambda day, _: [day.year, day.month, day.day],
+              lambda wire: date(*wire)),
+    ValueKind(51, time, _Items, lambda t, encode: [*map(encode, _zone_of(t))], _moment_from_wire(time)),
+    ValueKind(52, timedelta, tuple[int, int, int], lambda d, _: [d.days, d.seconds, d.microseconds],
+              lambda wire: timedelta(*wire)),
+    ValueKind(53, timezone, _Items, lambda zone, encode: [*map(encode, zone.__getinitargs__())],
+              lambda wire: timezone(*_list_from_wire(wire))),
+    ValueKind(54, Decimal, str, lambda number, _: str(number), Decimal),
+    ValueKind(55, Fraction, _Items, lambda f, encode: [encode(f.numerator), encode(f.denominator)],
+              _fraction_from_wire),
+    ValueKind(56, uuid.UUID, tuple[bytes, int | None], lambda u, _: [u.bytes, u.is_safe.value],
+              lambda wire: uuid.UUID(bytes=wire[0], is_safe=uuid.SafeUUID(wire[1]))),
+    ValueKind(57, io.BytesIO, tuple[bytes, Count], _stream_to_wire, lambda wire: make_stream(*wire)),
+    ValueKind(58, array.array, tuple[bytes, str, Count],
+              lambda a, _: [a.tobytes(), a.typecode, a.itemsize], lambda wire: make_array(*wire)),
 )  # fmt: skip
 
-_by_type = {kind.type: kind for kind in _KINDS}
-_by_code = {kind.code: kind for kind in (*_KINDS, _ENUM, _NUMPY_SCALAR)}
+_by_type = {kind.type: kind for kind in _KINDS} | dict.fromkeys(_PATHS.values(), _PATH)
+_by_type[memoryview] = _by_type[bytes]
+_by_code = {
+    kind.code: kind for kind in (*_KINDS, _ENUM, _NUMPY_SCALAR, _NUMPY_DTYPE, _SUBCLASS, _CONTAINER, _PATH)
+}
 _decoders = {kind.code: Decoder(kind.payload) for kind in _by_code.values()}

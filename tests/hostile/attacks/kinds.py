@@ -28,8 +28,8 @@ MESH: dict[str, Any] = {
 SPARSE = ({"layout": "torch.sparse_coo", "size": [2, 2]}, {"grad": 0, "coalesced": True})
 CSR = ({"layout": "torch.sparse_csr", "size": [2, 2]}, {"grad": 0, "coalesced": False})
 DTENSOR = (
-    {"placements": [["Shard", 0]], "shape": [8], "mesh": [2], "position": "(0)"},
-    {"grad": 0, "stride": [1], "mesh": MESH},
+    {"placements": [["Shard", 0]], "shape": [8], "mesh": [2], "position": "(0)", "local": []},
+    {"grad": 0, "stride": [1], "mesh": MESH, "local": []},
 )
 SHARDED = (
     {"size": [8], "shards": [[[0], [4]]]},
@@ -41,6 +41,21 @@ SHARDED = (
     },
 )
 NDARRAY = ({"dtype": "<i4", "backwards": []}, True)
+
+QUANTIZED: tuple[Any, Any] = (
+    {"dtype": "qint8", "scheme": "torch.per_channel_affine", "size": [2, 3], "axis": 0},
+    None,
+)
+QUANTIZED_PARTS = (
+    spec((2, 3), (3, 1), dtype="int8", itemsize=1),
+    spec((2,), dtype="float64", itemsize=8, storage=1),
+    spec((2,), storage=2, **LONG),  # type: ignore[arg-type]
+)
+WRAPPER = "tests.hostile.attacks.values.Wrapper"
+NODE = [WRAPPER, "float32", [4], [1], None, [["held", 0]]]
+SUBCLASS = ({"nodes": [NODE]}, {"grad": [0, 0]})
+BUFFER: tuple[Any, Any] = (None, {"type": "bytes", "position": 0, "typecode": "", "itemsize": 1})
+ROW = spec((70_000,), dtype="uint8", itemsize=1)
 
 CSR_PARTS = (
     spec((3,), **LONG),  # type: ignore[arg-type]
@@ -77,6 +92,24 @@ def mesh(**changes: object) -> tuple[Any, Any]:
     return traits(DTENSOR, mesh={**MESH, **changes})
 
 
+def quantized(**changes: object) -> tuple[Any, Any]:
+    return fixed(QUANTIZED, **changes)
+
+
+def nodes(*changed: list[Any], grad: tuple[int, ...] = (0, 0)) -> tuple[Any, Any]:
+    return ({"nodes": changed}, {"grad": grad})
+
+
+def node(place: int, value: object) -> tuple[Any, Any]:
+    return nodes([*NODE[:place], value, *NODE[place + 1 :]])
+
+
+def chain(count: int, back: int = 0) -> tuple[Any, Any]:
+    """Return wrappers, each in the one before, and the last holds the tensor or an earlier wrapper."""
+    links = [[*NODE[:5], [["held", ~(n + 1)]]] for n in range(count - 1)]
+    return nodes(*links, [*NODE[:5], [["held", back]]], grad=(0,) * (count + 1))
+
+
 def many_expanded() -> bytes:
     """Return leaves that are acceptable alone: together they have 2**32 indices, made of eight bytes."""
     one = Leaf("sparse", (0, 1), *map(packed, SPARSE))
@@ -92,6 +125,9 @@ VALID: dict[str, tuple[str, tuple[Any, Any], tuple[TensorSpec, ...]]] = {
     "dtensor": ("dtensor", DTENSOR, (spec(),)),
     "sharded": ("sharded", SHARDED, (spec(),)),
     "ndarray": ("ndarray", NDARRAY, (BYTES,)),
+    "quantized": ("quantized", QUANTIZED, QUANTIZED_PARTS),
+    "subclass": ("subclass", SUBCLASS, (spec(),)),
+    "buffer": ("buffer", BUFFER, (ROW,)),
 }
 """One valid leaf of each kind, of which each attack below changes one field."""
 
@@ -231,6 +267,81 @@ attacks(
         ),
         "ndarray_backwards_along_no_axis": lambda: leaf("ndarray", fixed(NDARRAY, backwards=[1]), BYTES),
         "ndarray_over_floats": lambda: leaf("ndarray", NDARRAY, spec()),
+        "quantized_of_another_dtype": lambda: leaf("quantized", quantized(dtype="int8"), *QUANTIZED_PARTS),
+        "quantized_of_no_scheme": lambda: leaf("quantized", quantized(scheme="torch.x"), *QUANTIZED_PARTS),
+        "quantized_along_no_axis": lambda: leaf("quantized", quantized(axis=2), *QUANTIZED_PARTS),
+        "quantized_of_another_shape": lambda: leaf("quantized", quantized(size=[3, 2]), *QUANTIZED_PARTS),
+        "quantized_of_a_shape_that_overflows": lambda: leaf(
+            "quantized", quantized(size=[0, 2**62, 2**62]), *QUANTIZED_PARTS
+        ),
+        "quantized_as_a_whole_with_two_scales": lambda: leaf(
+            "quantized", quantized(scheme="torch.per_tensor_affine"), *QUANTIZED_PARTS
+        ),
+        "quantized_of_bytes_that_hold_more_items": lambda: leaf(
+            "quantized", quantized(dtype="quint4x2"), *QUANTIZED_PARTS
+        ),
+        "quantized_of_scales_without_end": lambda: leaf(
+            "quantized",
+            quantized(size=[2**50], axis=0),
+            spec((2**50,), (0,), dtype="int8", itemsize=1),
+            spec((2**50,), (0,), dtype="float64", itemsize=8, storage=1),
+            spec((2**50,), (0,), storage=2, **LONG),  # type: ignore[arg-type]
+        ),
+        "quantized_that_requires_grad": lambda: leaf("quantized", (QUANTIZED[0], 1), *QUANTIZED_PARTS),
+        "quantized_of_one_part": lambda: leaf("quantized", QUANTIZED, QUANTIZED_PARTS[0]),
+        "subclass_of_no_nodes": lambda: leaf("subclass", nodes(grad=(0,)), spec()),
+        "subclass_that_is_an_enum": lambda: leaf(
+            "subclass", node(0, "tests.hostile.attacks.values.Mode"), spec()
+        ),
+        "subclass_of_an_unknown_dtype": lambda: leaf("subclass", node(1, "strided"), spec()),
+        "subclass_of_a_size_that_overflows": lambda: leaf("subclass", node(2, [2**62]), spec()),
+        "subclass_of_a_negative_size": lambda: leaf("subclass", node(2, [-4]), spec()),
+        "subclass_of_a_stride_that_overflows": lambda: leaf("subclass", node(3, [2**63 - 1]), spec()),
+        "subclass_of_more_strides_than_sizes": lambda: leaf("subclass", node(3, [1, 1]), spec()),
+        "subclass_with_a_context_of_unknown_code": lambda: leaf("subclass", node(4, [99, b"\xc0"]), spec()),
+        "subclass_with_a_bare_list_as_context": lambda: leaf("subclass", node(4, [1, 2, 3]), spec()),
+        "subclass_of_a_tensor_that_is_not_there": lambda: leaf("subclass", node(5, [["held", 1]]), spec()),
+        "subclass_of_no_tensors": lambda: leaf("subclass", node(5, []), spec()),
+        "subclass_of_two_tensors_of_one_name": lambda: leaf(
+            "subclass", node(5, [["held", 0], ["held", 0]]), spec()
+        ),
+        "subclass_that_contains_itself": lambda: leaf("subclass", node(5, [["held", -1]]), spec()),
+        "subclass_that_contains_itself_later": lambda: leaf("subclass", chain(3, back=-2), spec()),
+        "subclass_of_very_many_nodes": lambda: leaf("subclass", chain(10_000), spec()),
+        "subclass_of_a_node_in_two_nodes": lambda: leaf(
+            "subclass",
+            nodes([*NODE[:5], [["a", -2], ["b", -2]]], NODE, grad=(0, 0, 0)),
+            spec(),
+        ),
+        "subclass_of_a_node_in_no_node": lambda: leaf("subclass", nodes(NODE, NODE, grad=(0, 0, 0)), spec()),
+        "subclass_with_too_few_flags": lambda: leaf("subclass", nodes(NODE, grad=(0,)), spec()),
+        "subclass_of_ints_that_requires_grad": lambda: leaf(
+            "subclass", ({"nodes": [[WRAPPER, "int32", *NODE[2:]]]}, {"grad": [1, 0]}), spec(dtype="int32")
+        ),
+        "dtensor_of_two_parts": lambda: leaf("dtensor", DTENSOR, spec(), spec()),
+        "dtensor_of_a_subclass_that_is_an_enum": lambda: leaf(
+            "dtensor",
+            (
+                {**DTENSOR[0], "local": [["tests.hostile.attacks.values.Mode", *NODE[1:]]]},
+                {**DTENSOR[1], "local": [0, 0]},
+            ),
+            spec(),
+        ),
+        "buffer_of_floats": lambda: leaf("buffer", BUFFER, spec()),
+        "buffer_of_expanded_bytes": lambda: leaf(
+            "buffer", BUFFER, spec((2**40,), (0,), dtype="uint8", itemsize=1)
+        ),
+        "buffer_of_no_tensor": lambda: leaf("buffer", BUFFER),
+        "buffer_of_an_unknown_type": lambda: leaf("buffer", traits(BUFFER, type="mmap"), ROW),
+        "buffer_of_an_array_of_objects": lambda: leaf(
+            "buffer", traits(BUFFER, type="array", typecode="O", itemsize=8), ROW
+        ),
+        "buffer_of_an_array_of_half_an_item": lambda: leaf(
+            "buffer",
+            traits(BUFFER, type="array", typecode="d", itemsize=8),
+            spec((70_001,), dtype="uint8", itemsize=1),
+        ),
+        "buffer_that_is_fixed": lambda: leaf("buffer", (True, BUFFER[1]), ROW),
         "ndarray_without_dimensions": lambda: leaf(
             "ndarray", NDARRAY, spec((), (), dtype="uint8", itemsize=1)
         ),
@@ -265,3 +376,15 @@ def sharded_with_thousands_of_shards() -> bytes:
     size = [2**40, 2**10]
     everybody = [[[0, n], [2**40, 1], f"rank:{n}/cpu"] for n in range(2000)]
     return leaf("sharded", ({"size": size, "shards": []}, {**SHARDED[1], "all": everybody}))
+
+
+@attack(BadManifest, payload=[b"\0" * 16])
+def subclass_of_tensors_of_other_names() -> bytes:
+    """Only the class knows which tensors it needs, when it is built."""
+    return leaf("subclass", node(5, [["__class__", 0]]), spec())
+
+
+@attack(BadManifest, payload=[b"\0" * 16])
+def subclass_that_is_built_with_another_dtype() -> bytes:
+    """The class decides which dtype it has, and the flags were checked for another."""
+    return leaf("subclass", node(1, "int32"), spec())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from tests.hostile.attacks.base import attack, attacks, container, value
 from torchferry.core.codec import encode_value
@@ -49,7 +51,44 @@ class Nothing(NamedTuple):
     """Registered while the attacks run."""
 
 
-REGISTERED: tuple[type, ...] = (Mode, Switches, Loader, Point, Nothing)
+class Text(str):
+    """Registered while the attacks run."""
+
+
+class Table(dict[str, object]):
+    """Registered while the attacks run."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        raise AssertionError("nothing of the type may be called")
+
+
+class Wrapper(torch.Tensor):
+    """Registered while the attacks run. It holds one tensor."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, size: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: torch.Tensor, size: Any) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: object, size: Any, stride: object) -> Wrapper:
+        return Wrapper(tensors["held"], size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: Any = (), kwargs: object = None
+    ) -> Any:
+        raise NotImplementedError(str(func))
+
+
+REGISTERED: tuple[type, ...] = (Mode, Switches, Loader, Point, Nothing, Text, Table, Wrapper)
 
 
 def special(code: int, payload: object) -> bytes:
@@ -66,12 +105,24 @@ def nested(code: int, depth: int, inside: object = None) -> Special:
     return found
 
 
+def nested_containers(depth: int) -> Special:
+    """Return namespaces, each the only item of the next."""
+    found: object = 1
+    for _ in range(depth):
+        found = Special(22, encode_value(["namespace", ["a"], [found], None]))
+    assert isinstance(found, Special)
+    return found
+
+
 def dtype(descr: object) -> bytes:
     """Return the frame of one numpy scalar."""
     return special(41, [descr, b"\x00" * 8])
 
 
-_CODES = (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 32, 33, 34, 35, 36, 37, 40, 41)
+CODES = (
+    *(1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43),
+    *(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58),
+)
 _PAYLOADS: dict[str, object] = {
     "none": None,
     "true": True,
@@ -90,7 +141,7 @@ attacks(
     "values",
     {
         f"code_{code}_of_{name}": lambda code=code, payload=payload: special(code, payload)  # type: ignore[misc]
-        for code in _CODES
+        for code in CODES
         for name, payload in _PAYLOADS.items()
         if (code, name) not in _HARMLESS
     },
@@ -143,6 +194,45 @@ attacks(
         ),
         "is_a_scalar_of_a_unit_of_time_that_is_none": lambda: dtype("<M8[parsec]"),
         "is_a_scalar_with_too_few_bytes": lambda: special(41, ["<f8", b"1234"]),
+        "is_a_path_of_an_unknown_class": lambda: special(48, ["Path", "/etc"]),
+        "is_a_path_of_a_number": lambda: special(48, ["PurePosixPath", 7]),
+        "is_a_datetime_of_a_thirteenth_month": lambda: special(49, [2026, 13, 1, 0, 0, 0, 0, None, 0]),
+        "is_a_datetime_in_a_zone_of_text": lambda: special(49, [2026, 1, 1, 0, 0, 0, 0, "UTC", 0]),
+        "is_a_datetime_with_bytes_as_a_year": lambda: special(
+            49, [Special(8, encode_value(b"\x07\xea\x0d\xff\xff\xff\xff\0\0\0")), None]
+        ),
+        "is_a_time_folded_twice": lambda: special(51, [1, 1, 1, 1, None, 2]),
+        "is_a_date_of_the_year_0": lambda: special(50, [0, 1, 1]),
+        "is_a_timedelta_beyond_all_days": lambda: special(52, [2**60, 0, 0]),
+        "is_a_timezone_of_two_days": lambda: special(53, [Special(52, encode_value([2, 0, 0]))]),
+        "is_a_decimal_of_words": lambda: special(54, "ten"),
+        "is_a_fraction_over_zero": lambda: special(55, [1, 0]),
+        "is_a_fraction_of_floats": lambda: special(55, [1.5, 2.5]),
+        "is_a_fraction_that_takes_long_to_reduce": lambda: special(
+            55, [Special(2, encode_value(b"\x7f" * (2 << 20))), Special(2, encode_value(b"\x55" * (2 << 20)))]
+        ),
+        "is_a_uuid_of_three_bytes": lambda: special(56, [b"abc", 0]),
+        "is_a_uuid_of_unknown_safety": lambda: special(56, [b"a" * 16, 99]),
+        "is_a_stream_at_a_negative_position": lambda: special(57, [b"abc", -1]),
+        "is_a_stream_at_a_position_that_overflows": lambda: special(57, [b"abc", 2**64 - 1]),
+        "is_an_array_of_objects": lambda: special(58, [b"abcdefgh", "O", 8]),
+        "is_an_array_of_half_an_item": lambda: special(58, [b"abc", "d", 8]),
+        "is_an_array_of_another_item_size": lambda: special(58, [b"abcd", "d", 4]),
+        "is_a_finfo_of_a_function": lambda: special(38, "load"),
+        "is_a_finfo_of_ints": lambda: special(38, "int8"),
+        "is_an_iinfo_of_floats": lambda: special(39, "float32"),
+        "is_a_dtype_of_objects": lambda: special(42, "|O"),
+        "is_a_subclass_of_str_made_of_a_number": lambda: special(43, [NAME + "Text", 1]),
+        "is_a_subclass_of_str_that_is_an_enum": lambda: special(43, [NAME + "Mode", "TRAIN"]),
+        "is_a_subclass_of_int_that_is_a_flag": lambda: special(43, [NAME + "Switches", 1]),
+        "is_a_subclass_of_str_that_is_a_tensor": lambda: special(43, [NAME + "Wrapper", "x"]),
+        "is_a_container_of_an_unknown_kind": lambda: special(22, ["exec", None, [1], None]),
+        "is_a_container_of_fewer_keys_than_children": lambda: special(22, ["namespace", ["a"], [1, 2], None]),
+        "is_a_container_with_a_key_twice": lambda: special(22, ["mappingproxy", ["a", "a"], [1, 2], None]),
+        "is_a_container_that_is_a_masked_array_of_text": lambda: special(
+            22, ["masked", ["data", "mask", "fill_value"], [Special(17, encode_value([])), "x", "y"], False]
+        ),
+        "is_a_container_nested_a_hundred_thousand_deep": lambda: value(nested_containers(5000)),
         "is_a_text_cut_in_half": lambda: special(41, ["<U2", b"\xff" * 8]),
     },
 )
@@ -243,3 +333,36 @@ def is_a_namedtuple_without_keys() -> bytes:
 def is_a_dataclass_that_is_an_enum() -> bytes:
     """A registered type that is not a dataclass."""
     return container(Branch("dataclass", (0,), ("TRAIN",), NAME + "Mode"))
+
+
+def mapping(*extra: object) -> bytes:
+    """Return the frame of a subclass of dict with one item."""
+    return container(Branch("mapping", (0,), ("a",), Special(16, encode_value(extra))))
+
+
+attacks(
+    "values",
+    {
+        "is_a_mapping_that_is_not_registered": lambda: mapping("builtins.dict", None, None),
+        "is_a_mapping_that_is_a_dataclass": lambda: mapping(NAME + "Loader", None, None),
+        "is_a_mapping_that_is_a_tensor": lambda: mapping(NAME + "Wrapper", None, None),
+        "is_a_mapping_without_a_name": lambda: mapping(),
+        "is_a_mapping_with_attributes_of_numbers": lambda: mapping(
+            NAME + "Table", None, Special(18, encode_value([[1, 2]]))
+        ),
+        "is_a_mapping_whose_extra_is_text": lambda: container(
+            Branch("mapping", (0,), ("a",), NAME + "Table")
+        ),
+        "is_a_result_of_no_function": lambda: container(Branch("return_type", (0,), ("a",), "load")),
+        "is_a_result_that_is_a_module": lambda: container(Branch("return_type", (0,), ("a",), "sys")),
+        "is_a_result_with_other_fields": lambda: container(Branch("return_type", (0,), ("values",), "max")),
+        "is_a_result_by_a_number": lambda: container(Branch("return_type", (0,), ("a",), 7)),
+        "is_a_namespace_with_a_number_as_a_name": lambda: container(Branch("namespace", (0,), (1,))),
+        "is_a_namespace_without_names": lambda: container(Branch("simplenamespace", (0,))),
+        "is_a_masked_array_without_data": lambda: container(Branch("masked", (0,), ("mask",), False)),
+        "is_a_masked_array_that_is_hard_by_a_number": lambda: container(
+            Branch("masked", (0, 0, 0), ("data", "mask", "fill_value"), 1)
+        ),
+    },
+    PeerError,
+)

@@ -201,7 +201,7 @@ LARGE: dict[str, Callable[[], dict[object, object]]] = {
     "containers": lambda: {"a": [{} for _ in range(1000)]},
     "keys": lambda: dict.fromkeys(range(1000), 0),
     "values": lambda: {"a": list(range(1000))},
-    "bytes": lambda: {"a": b"0" * 100_000},
+    "bytes": lambda: {"a": b"0" * 60_000},
     "tensors": lambda: {n: torch.ones(1) for n in range(1000)},
 }
 

@@ -162,7 +162,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper": (lambda: TwoTensor(torch.zeros(3), torch.zeros(3)), "two_tensor.TwoTensor"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8),
-        "local a quantized tensor (torch.qint8)",
+        "local quantized qint8[3]",
     ),
     "an optimizer": (
         lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]),

@@ -57,8 +57,14 @@ def leaf(kind: str, parts: tuple[int, ...], fixed: object = None, traits: object
     return Leaf(kind, parts, *forms)  # type: ignore[arg-type]
 
 
-PLACED = {"placements": [["Shard", 0]], "shape": [4, 2], "mesh": [2], "position": "outside the mesh"}
-TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH}
+PLACED = {
+    "placements": [["Shard", 0]],
+    "shape": [4, 2],
+    "mesh": [2],
+    "position": "outside the mesh",
+    "local": [],
+}
+TRAITS = {"grad": 0, "stride": [2, 1], "mesh": MESH, "local": []}
 SHARDS = [[[0, 0], [2, 2]], [[2, 0], [2, 2]]]
 SHARDED_TRAITS = {
     "all": [[*shard, "rank:0/cpu"] for shard in SHARDS],

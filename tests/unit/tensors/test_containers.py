@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
 from torchferry.core.tree import MAX_DEPTH
+from torchferry.errors import StateMismatch
 
 
 @register
@@ -412,3 +415,85 @@ def test_the_refusal_of_an_attribute_names_the_attribute() -> None:
     state._metadata["odd"] = {"version": object()}
     said = refusal_at_a_path(state)
     assert "in its attribute _metadata, a value of type builtins.object can't be sent" in said
+
+
+CONTAINERS_OF_ATTRIBUTES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an argparse.Namespace": lambda w: argparse.Namespace(lr=0.1, nested=[w]),
+    "a SimpleNamespace": lambda w: SimpleNamespace(lr=0.1, nested=[w]),
+    "a mappingproxy": lambda w: MappingProxyType({"lr": 0.1, 3: w}),
+    "the result of max": lambda w: torch.max(w.view(1, -1), 1),
+    "the result of svd": lambda w: torch.svd(w.view(1, -1)),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS_OF_ATTRIBUTES)
+def test_tensors_in_such_containers_are_leaves_and_are_written_in_place(name: str) -> None:
+    make = CONTAINERS_OF_ATTRIBUTES[name]
+    state, local = {"c": make(torch.tensor([1.0, 5.0, 2.0]))}, {"c": make(torch.zeros(3))}
+    assert_same(state, transfer(state).state)
+    assert_same(state, transfer(state, into=local).state)
+    assert_same(state, local)
+
+
+def test_the_paths_in_such_containers_have_the_names_of_attributes_and_fields() -> None:
+    state = {"a": argparse.Namespace(w=torch.ones(1)), "m": torch.max(torch.ones(1, 2), 1)}
+    target = {"a": argparse.Namespace(w=torch.ones(2)), "m": torch.max(torch.ones(2, 2), 1)}
+    with pytest.raises(StateMismatch) as raised:
+        transfer(state, into=target)
+    assert [mismatch.path for mismatch in raised.value.mismatches] == ["a.w", "m.values", "m.indices"]
+
+
+@register
+class Attributed(dict[Any, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+@register
+class Noted(OrderedDict[Any, Any]):
+    note: Any
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        self.note = f"{self.note}, {key}" if hasattr(self, "note") else str(key)
+
+
+@register
+class Defaulting(defaultdict[Any, Any]):
+    pass
+
+
+class UnregisteredDict(dict[Any, Any]):
+    pass
+
+
+def test_a_registered_subclass_of_dict_arrives_with_its_items_and_attributes() -> None:
+    noted = Noted()
+    noted["a"], noted["b"] = torch.ones(2), 1
+    state = {"attributed": Attributed(w=torch.ones(1)), "noted": noted, "defaulting": Defaulting(list, x=[1])}
+    received = transfer(state).state
+    assert_same(state, received)
+    assert received["attributed"].w is received["attributed"]["w"]
+    assert received["noted"].note == "a, b"
+    assert received["defaulting"]["new"] == []
+    local: dict[str, Any] = {
+        "attributed": Attributed(w=torch.zeros(1)),
+        "noted": noted,
+        "defaulting": Defaulting(list, x=[0]),
+    }
+    weight = local["attributed"].w
+    assert transfer(state, into=local).state["attributed"].w is weight
+    assert weight.tolist() == [1]
+
+
+def test_a_subclass_of_dict_that_is_not_registered_is_refused_with_advice() -> None:
+    assert "torchferry.register" in refusal_at_a_path(UnregisteredDict(a=1))
+
+
+def test_a_subclass_of_dict_with_tensors_in_its_attributes_is_refused() -> None:
+    noted = Noted()
+    noted.note = torch.ones(1)
+    assert "in the attributes of a tests.unit.tensors.test_containers.Noted" in refusal_at_a_path(noted)

@@ -36,7 +36,6 @@ UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
     "freed": freed,
     "meta device": lambda: torch.ones(2, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "neg bit": lambda: torch._neg_view(torch.ones(2, dtype=torch.int32)),
     "129 dimensions": lambda: torch.ones(1).as_strided((1,) * 129, (1,) * 129),
 }

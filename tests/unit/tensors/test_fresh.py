@@ -126,7 +126,7 @@ def test_if_small_tensors_can_not_be_allocated_the_receiver_raises_and_takes_all
     def refuse_to_split(*_: object) -> None:
         raise MemoryError("none left")
 
-    def refuse_memory(nbytes: int) -> None:
+    def refuse_memory(nbytes: int, as_bytes: bool) -> None:
         raise StateError(f"no memory for {nbytes} bytes")
 
     network = MemoryNetwork()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -166,10 +168,73 @@ REFUSED = {
         numpy.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]}),
         ["offsets", ".view()"],
     ),
-    "records": (numpy.zeros(2, numpy.dtype((numpy.record, [("a", "i4")]))), ["numpy.record", ".view()"]),
     "a subclass": (numpy.zeros(2).view(ArraySubclass), ["test_ndarray.ArraySubclass"]),
-    "a masked array": (numpy.ma.array([1, 2], mask=[False, True]), ["MaskedArray"]),
 }
+
+
+def test_subclasses_of_arrays_arrive_as_the_arrays_that_they_hold(tmp_path: Path) -> None:
+    mapped = numpy.memmap(tmp_path / "array", "<f4", "w+", shape=(2, 3))
+    mapped[:] = [[1, 2, 3], [4, 5, 6]]
+    records = numpy.rec.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")])
+    state = {"mapped": mapped, "matrix": numpy.matrix([[1, 2]]), "records": records, "row": mapped[1, ::-1]}
+    received = transfer(state).state
+    plain = {name: numpy.asarray(array).view(numpy.ndarray) for name, array in state.items()}
+    plain["records"] = plain["records"].view([("a", "i4"), ("b", "f8")])
+    assert_same(plain, received)
+
+
+def test_subclasses_of_arrays_are_written_in_place(tmp_path: Path) -> None:
+    mapped = numpy.memmap(tmp_path / "array", "<f4", "w+", shape=(3,))
+    records = numpy.rec.array([(0, 0.0)], dtype=[("a", "i4"), ("b", "f8")])
+    state = {"mapped": numpy.arange(3, dtype="<f4"), "records": numpy.array([(1, 2.0)], records.dtype.descr)}
+    received = transfer(state, into={"mapped": mapped, "records": records}).state
+    assert received["mapped"] is mapped
+    assert received["records"] is records
+    mapped.flush()
+    assert numpy.fromfile(tmp_path / "array", "<f4").tolist() == [0, 1, 2]
+    assert (records.a[0], records.b[0]) == (1, 2.0)
+
+
+MASKED: dict[str, Callable[[], Any]] = {
+    "masked": lambda: numpy.ma.MaskedArray(
+        [1.0, 2.0, 3.0], [False, True, False], fill_value=-7.0, hard_mask=True
+    ),
+    "without a mask": lambda: numpy.ma.array([[1, 2]]),
+    "of structures": lambda: numpy.ma.array(
+        [(1, 2.0)], mask=[(True, False)], dtype=[("a", "i4"), ("b", "f8")]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_masked_array_arrives_with_its_mask_fill_value_and_hardness(name: str) -> None:
+    array = MASKED[name]()
+    received = transfer({"array": array}).state["array"]
+    assert_same(array.data, received.data)
+    assert type(received) is numpy.ma.MaskedArray
+    assert (received.mask is numpy.ma.nomask) == (array.mask is numpy.ma.nomask)
+    assert numpy.array_equal(received.mask, array.mask)
+    assert received.fill_value == array.fill_value
+    assert received.hardmask == array.hardmask
+
+
+def test_the_data_and_the_mask_of_a_masked_array_are_written_in_place() -> None:
+    local: Any = numpy.ma.MaskedArray([0.0, 0.0, 0.0], [True, False, False])
+    data, mask = local.data, local.mask
+    received = transfer({"array": MASKED["masked"]()}, into={"array": local}).state["array"]
+    assert data.tolist() == [1, 2, 3]
+    assert mask.tolist() == local.mask.tolist() == [False, True, False]
+    assert numpy.shares_memory(received.data, data)
+    assert numpy.shares_memory(received.mask, mask)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["<f4", ">i8", "S3", "<M8[ns]", [("a", "<i4"), ("b", "<f8", (2,))]], ids=str
+)
+def test_a_dtype_arrives(dtype: Any) -> None:
+    received = transfer({"dtype": numpy.dtype(dtype)}).state["dtype"]
+    assert isinstance(received, numpy.dtype)
+    assert received == numpy.dtype(dtype)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import enum
 import inspect
+import io
+import pathlib
 import random
 import sys
+import types
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import pytest
 import torch
@@ -21,6 +32,19 @@ from torchferry.errors import StateMismatch, Unsendable
 from torchferry.tensors.describe import describe
 from torchferry.tensors.values import MAX_NESTING
 
+
+@register
+class Counted(NamedTuple):
+    one: Any
+    two: Any
+
+
+def stream_at(position: int) -> io.BytesIO:
+    stream = io.BytesIO(b"abc")
+    stream.seek(position)
+    return stream
+
+
 VALUES = [
     None, True, False, 0, 1, -1, 2**31, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 2**125, -(2**200),
     0.1, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324, 1e308,
@@ -31,6 +55,15 @@ VALUES = [
     torch.float32, torch.float8_e5m2, torch.bool, torch.strided, torch.sparse_csr, torch.channels_last,
     torch.preserve_format, torch.per_tensor_affine, torch.device("cpu"), torch.device("cuda:3"),
     set(), {1, "a", (2, None)}, frozenset({1.5, frozenset()}), {0, 1, 2**70},
+    pathlib.Path("/a/b c"), pathlib.Path("half \ud83d"), pathlib.PurePosixPath("//a/.."),
+    pathlib.PureWindowsPath("c:/x"),
+    datetime(2026, 1, 2, 3, 4, 5, 6), datetime(1, 1, 1, tzinfo=UTC, fold=1), date(9999, 12, 31),
+    time(23, 59, 59, 999999, timezone(timedelta(hours=-3), "here"), fold=1), timedelta(-5, 3, 2),
+    timedelta.max, UTC, timezone(timedelta(minutes=90)), timezone(timedelta(0), "zero"),
+    Decimal("-0.100"), Decimal("sNaN123"), Decimal("-Infinity"), Decimal("1E+999999"),
+    Fraction(-1, 3), Fraction(2**80, 3), uuid.UUID(int=5), uuid.uuid1(),
+    io.BytesIO(), stream_at(2), array.array("d", [0.5, -0.0]), array.array("b"), array.array("u", "aé"),
+    torch.finfo(torch.bfloat16), torch.iinfo(torch.uint8),
 ]  # fmt: skip
 
 
@@ -45,6 +78,7 @@ def test_every_value_arrives_with_its_type_and_value(value: Any) -> None:
 KEYS = [
     "name", "", "a.b", "half \ud83d", 0, -5, 2**64, 2**125, True, None, 1.5, float("inf"), 2j, b"raw",
     (), (1, "b", (None,)), frozenset({1, 2}), torch.float32, torch.Size([1]), torch.device("cpu"), range(3),
+    pathlib.Path("a"), datetime(2026, 1, 2), Decimal("1.0"), Fraction(1, 3), uuid.UUID(int=7), Counted(1, 2),
 ]  # fmt: skip
 
 
@@ -121,11 +155,83 @@ def test_members_of_registered_enums_arrive_as_the_same_objects() -> None:
 
 
 class Text(str):
-    pass
+    note: str
+
+    @classmethod
+    def noted(cls, text: str) -> Text:
+        """Return one with an attribute."""
+        made = cls(text)
+        made.note = "a note"
+        return made
 
 
 class Number(int):
     pass
+
+
+class Ratio(float):
+    pass
+
+
+@register
+class RegisteredText(str):
+    pass
+
+
+@register
+class RegisteredNumber(int):
+    def __new__(cls, value: int) -> RegisteredNumber:
+        raise AssertionError("no constructor may be called on arrival")
+
+
+def closed_stream() -> io.BytesIO:
+    stream = io.BytesIO(b"a")
+    stream.close()
+    return stream
+
+
+def test_instances_of_registered_subclasses_of_str_and_int_keep_their_type() -> None:
+    number = int.__new__(RegisteredNumber, 7)
+    state = {"text": RegisteredText("half \ud83d"), "number": number, RegisteredText("key"): 1}
+    received = transfer(state).state
+    assert_same(state, received)
+    assert [type(key) for key in received] == [str, str, RegisteredText]
+
+
+def test_torch_s_version_arrives_as_such() -> None:
+    received = transfer({"torch": torch.__version__}).state["torch"]
+    assert type(received) is type(torch.__version__)
+    assert received == torch.__version__
+    assert received >= "2.9"
+
+
+def test_instances_of_other_subclasses_of_str_and_int_arrive_as_str_and_int() -> None:
+    received = transfer([Text("a"), Number(3), {Text("key"): Number(2**70)}]).state
+    assert_same(["a", 3, {"key": 2**70}], received)
+
+
+def test_a_memoryview_arrives_as_bytes() -> None:
+    assert_same([b"abc", b"ac"], transfer([memoryview(b"abc"), memoryview(b"abc")[::2]]).state)
+
+
+@register
+@dataclass(frozen=True)
+class Config:
+    mode: Any
+    sizes: Any = ()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Config(1, (2, None)), Config(Config(torch.float32), "x"), Counted(1, (2,)), types.SimpleNamespace(a=1)],
+    ids=repr,
+)
+def test_a_container_inside_a_value_keeps_its_type(value: Any) -> None:
+    state: Any = collections.OrderedDict(w=1)
+    state._metadata = {"": value}
+    assert transfer(state).state._metadata == {"": value}
+    if not isinstance(value, types.SimpleNamespace):
+        assert transfer({Config(value): 3}).state == {Config(value): 3}
 
 
 REFUSED = {
@@ -148,9 +254,13 @@ REFUSED = {
     "a storage": (torch.ones(1).untyped_storage(), ["UntypedStorage"]),
     "an enum": (UnregisteredEnum.A, ["test_values.UnregisteredEnum", "torchferry.register"]),
     "an enum in a set": ({1, UnregisteredEnum.A}, ["test_values.UnregisteredEnum", "torchferry.register"]),
-    "a subclass of str": (Text("a"), ["test_values.Text"]),
-    "a subclass of int": (Number(1), ["test_values.Number"]),
-    "a memoryview": (memoryview(b"a"), ["memoryview"]),
+    "a subclass of str with attributes": (Text.noted("a"), ["test_values.Text", "note"]),
+    "a subclass of float": (Ratio(1), ["test_values.Ratio"]),
+    "a closed BytesIO": (closed_stream(), ["closed", "leave it out"]),
+    "a datetime in a zone that is not an offset": (
+        datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC")),
+        ["zoneinfo.ZoneInfo"],
+    ),
 }
 
 
@@ -161,7 +271,7 @@ def test_an_unknown_value_is_refused_with_its_path_type_and_advice(name: str) ->
     assert [words for words in said if words not in message] == []
 
 
-@pytest.mark.parametrize("key", [UnregisteredEnum.A, len, Text("a"), (1, UnregisteredEnum.A)], ids=str)
+@pytest.mark.parametrize("key", [UnregisteredEnum.A, len, Ratio(1), (1, UnregisteredEnum.A)], ids=str)
 def test_an_unknown_key_is_refused_with_the_path_of_its_dict(key: Any) -> None:
     error = refusal_of({"model": {"w": 1}, "odd": {"b": 1, key: 2}})
     assert error.path == "odd"

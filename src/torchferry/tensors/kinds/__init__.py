@@ -6,6 +6,7 @@ distributed tensors are imported on first use, because they import torch modules
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -14,10 +15,14 @@ from torchferry.core.assignment import Part
 from torchferry.core.manifest import Leaf, TensorSpec
 from torchferry.core.text import show
 from torchferry.errors import BadManifest, UnknownType, Unsendable
+from torchferry.tensors import registry
 from torchferry.tensors.kinds.base import Kind, Misfit, RebuildContext, check_form, dense_properties
+from torchferry.tensors.kinds.buffer import BUFFERS, is_large
 from torchferry.tensors.kinds.dense import DENSE
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
+from torchferry.tensors.kinds.quantized import QUANTIZED
 from torchferry.tensors.kinds.sparse import SPARSE, SPARSE_LAYOUTS
+from torchferry.tensors.kinds.subclass import SUBCLASS
 
 __all__ = [
     "Kind",
@@ -30,7 +35,7 @@ __all__ = [
     "properties_of",
 ]
 
-_by_name = {kind.name: kind for kind in (DENSE, SPARSE, NDARRAY)}
+_by_name = {kind.name: kind for kind in (DENSE, SPARSE, QUANTIZED, SUBCLASS, NDARRAY, BUFFERS)}
 
 _DISTRIBUTED_TYPES = {
     "torch.distributed.tensor.DTensor": "dtensor",
@@ -39,16 +44,34 @@ _DISTRIBUTED_TYPES = {
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return the kind of a value, None if it has no tensors; raises Unsendable for a subclass of Tensor."""
-    cls = type(value)
-    if cls is torch.Tensor or cls is torch.nn.Parameter:
-        return SPARSE if value.layout in SPARSE_LAYOUTS else DENSE  # type: ignore[attr-defined]
+    """Return the kind of a value, None if it has no tensors.
+
+    Raises Unsendable for a subclass of Tensor that is neither known nor registered.
+    """
+    cls: Any = type(value)
+    tensor: Any = value
     if issubclass(cls, torch.Tensor):
-        name = _DISTRIBUTED_TYPES.get(f"{cls.__module__}.{cls.__qualname__}")
-        if name is None:
-            raise Unsendable(_explain_subclass(value))  # type: ignore[arg-type]
-        return kind_named(name)
-    return NDARRAY if cls is numpy_class("ndarray") else None
+        if registry.is_registered(cls):
+            return SUBCLASS
+        if name := _DISTRIBUTED_TYPES.get(f"{cls.__module__}.{cls.__qualname__}"):
+            return kind_named(name)
+        if cls is not torch.Tensor and cls is not torch.nn.Parameter and not _is_plain_parameter(tensor):
+            raise Unsendable(_explain_subclass(tensor))
+        return SPARSE if tensor.layout in SPARSE_LAYOUTS else QUANTIZED if tensor.is_quantized else DENSE
+    if cls in map(numpy_class, ("ndarray", "memmap", "matrix", "recarray")):
+        return NDARRAY
+    return BUFFERS if is_large(value) else None
+
+
+def _is_plain_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a subclass of Parameter only adds attributes and methods to a parameter's data."""
+    cls: Any = type(tensor)
+    return (
+        issubclass(cls, torch.nn.Parameter)
+        and not is_lazy(tensor)
+        and not registry.is_tensor_subclass(cls)
+        and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def _explain_subclass(tensor: torch.Tensor) -> str:
@@ -58,6 +81,8 @@ def _explain_subclass(tensor: torch.Tensor) -> str:
     what = f"the tensor subclass {name} can't be sent: only its data would arrive. "
     with suppress(Exception):
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        if registry.is_tensor_subclass(type(tensor)):
+            return what + f"Call torchferry.register({type(tensor).__qualname__}) on both sides"
         return what + f"Send the tensors that it contains ({', '.join(map(str, inner))})"
     with suppress(Exception):
         if type(tensor.as_subclass(torch.Tensor)) is torch.Tensor:

@@ -70,7 +70,7 @@ class Kind(NamedTuple):
       two fields. A leaf from a peer is checked against them first.
     - `check` then raises any exception if the leaf is impossible, or too expensive to rebuild.
     - `properties` returns the properties that are compared, as text by name, with dtype and shape.
-    - `finish_in_place` completes a local value after its tensors were overwritten.
+    - `finish_in_place` completes a local value after its tensors, which it gets too, were overwritten.
     - `misfit` returns why a leaf can't be rebuilt in this process, None if it can.
     - `part`, of a kind that is sharded, returns which part of the tensor a leaf holds, or which one another
       rank, given by its global number, holds.
@@ -84,7 +84,7 @@ class Kind(NamedTuple):
     traits: Any
     check: Callable[[Leaf, Sequence[TensorSpec]], None]
     properties: Callable[[Leaf, Sequence[TensorSpec]], dict[str, str]] = dense_properties
-    finish_in_place: Callable[[Leaf, Any], object] = lambda leaf, local: local
+    finish_in_place: Callable[[Leaf, Any, Sequence[torch.Tensor]], object] = lambda leaf, local, parts: local
     misfit: Callable[[Leaf, RebuildContext], Misfit | None] = lambda leaf, context: None
     part: Callable[[Leaf, int | None], Part] | None = None
 

@@ -25,8 +25,17 @@ from torchferry.core.codec import encode_value
 from torchferry.core.manifest import MAX_DIMS, Leaf, TensorSpec
 from torchferry.core.text import show, show_name
 from torchferry.errors import Unsendable
+from torchferry.tensors import registry
 from torchferry.tensors.kinds.base import AddTensor, Dims, Form, Kind, Misfit, RebuildContext
 from torchferry.tensors.kinds.dense import GradFlags, check_grad_flags, grad_flags, with_grad_flags
+from torchferry.tensors.kinds.subclass import (
+    Nodes,
+    build_nodes,
+    check_nodes,
+    describe_nodes,
+    node_properties,
+)
+from torchferry.tensors.memory import DTYPES
 from torchferry.torch_internals import MeshLayout
 
 _PLACEMENTS: dict[Any, dict[str, type]] = {
@@ -44,12 +53,16 @@ WirePlacement: TypeAlias = Annotated[tuple[int | str, ...], Meta(max_length=3)]
 
 
 class DTensorFixed(Form, frozen=True):
-    """What an in-place target must have in common with the incoming DTensor."""
+    """What an in-place target must have in common with the incoming DTensor.
+
+    `local` describes a local tensor that is a registered subclass. It is empty for a plain one.
+    """
 
     placements: Annotated[tuple[WirePlacement, ...], Meta(max_length=MAX_DIMS)]
     shape: Dims
     mesh: Dims
     position: str
+    local: Nodes
 
 
 class DTensorTraits(Form, frozen=True):
@@ -58,18 +71,29 @@ class DTensorTraits(Form, frozen=True):
     grad: GradFlags
     stride: Dims
     mesh: MeshLayout
+    local: tuple[GradFlags, ...]
 
 
 def _describe(tensor: DTensor, add_tensor: AddTensor) -> Leaf:
     local, mesh = internals.local_tensor_of(tensor), tensor.device_mesh
-    if type(local) is not torch.Tensor:
-        name = type(local).__qualname__
-        raise Unsendable(f"a DTensor with a local {name} can't be sent: only strided local tensors can")
+    parts: list[int] = []
+    nodes: Nodes = ()
+    flags: tuple[int, ...] = ()
+    if registry.is_registered(type(local)):
+        parts, nodes, flags = describe_nodes(local, add_tensor)
+    elif type(local) is torch.Tensor:
+        parts = [add_tensor(local)]
+    else:
+        name = registry.name_of(type(local))
+        raise Unsendable(
+            f"a DTensor with a local {name} can't be sent: only strided local tensors and registered "
+            "tensor subclasses can"
+        )
     placements = tuple(map(_placement_to_wire, tensor.placements))
     position = _position(mesh.get_coordinate(), mesh.shape, placements)
-    fixed = DTensorFixed(placements, tuple(tensor.shape), tuple(mesh.shape), position)
-    traits = DTensorTraits(grad_flags(tensor), tuple(tensor.stride()), internals.layout_of(mesh))
-    return Leaf(DTENSOR.name, (add_tensor(local),), fixed.packed(), traits.packed())
+    fixed = DTensorFixed(placements, tuple(tensor.shape), tuple(mesh.shape), position, nodes)
+    traits = DTensorTraits(grad_flags(tensor), tuple(tensor.stride()), internals.layout_of(mesh), flags)
+    return Leaf(DTENSOR.name, tuple(parts), fixed.packed(), traits.packed())
 
 
 def _placement_to_wire(placement: Placement) -> WirePlacement:
@@ -110,7 +134,8 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
     if mesh is None:
         mesh = _create_mesh(traits.mesh)
     placements = [_placement_from_wire(wire) for wire in fixed.placements]
-    built = internals.make_dtensor(parts[0], mesh, placements, torch.Size(fixed.shape), traits.stride)
+    local = build_nodes(fixed.local, parts, traits.local) if fixed.local else parts[0]
+    built = internals.make_dtensor(local, mesh, placements, torch.Size(fixed.shape), traits.stride)
     return with_grad_flags(built, traits.grad)
 
 
@@ -182,13 +207,15 @@ def _part(leaf: Leaf, rank: int | None) -> Part:
 
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     fixed = DTensorFixed.read(leaf.fixed)
-    return {
-        "dtype": show_name(specs[0].dtype),
+    local = {"dtype": show_name(specs[0].dtype), "shape": str(list(specs[0].shape))}
+    if fixed.local:
+        local = node_properties(fixed.local, specs)
+    return local | {
         "shape": str(list(fixed.shape)),
         "placements": ", ".join(map(_show_placement, fixed.placements)) or "none",
         "mesh": _show_mesh(fixed.mesh, None),
         "position of the shard in the mesh": show_name(fixed.position),
-        "shape of the local tensor": str(list(specs[0].shape)),
+        "shape of the local tensor": local["shape"],
     }
 
 
@@ -205,10 +232,16 @@ def _show_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str:
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, traits = DTensorFixed.read(leaf.fixed), DTensorTraits.read(leaf.traits)
     shape, mesh = fixed.shape, traits.mesh
-    check_grad_flags(traits.grad, specs[0].dtype)
+    dtype = specs[0].dtype
+    if fixed.local:
+        check_nodes(fixed.local, traits.local, specs)
+        dtype = fixed.local[0].dtype
+    elif len(specs) != 1:
+        raise ValueError(f"it has {len(specs)} tensors, expected 1")
+    check_grad_flags(traits.grad, dtype)
     if len(shape) != len(traits.stride):
         raise ValueError(f"its shape has {len(shape)} dimensions and its stride {len(traits.stride)}")
-    if prod(n for n in shape if n) * specs[0].itemsize >= 2**63:
+    if prod(n for n in shape if n) * DTYPES[dtype].itemsize >= 2**63:
         raise ValueError(f"its shape {show(shape)} has more bytes than torch can count")
     for wire in fixed.placements:
         dim = getattr(_placement_from_wire(wire), "dim", None)
@@ -235,7 +268,7 @@ DTENSOR = Kind(
     "dtensor",
     _describe,
     _rebuild,
-    1,
+    None,
     DTensorFixed,
     DTensorTraits,
     _check,

@@ -51,6 +51,24 @@ def numpy_class(name: str) -> type:
     return getattr(sys.modules.get("numpy"), name, NumpyScalar)
 
 
+def is_masked(value: Any) -> bool:
+    """Return whether a value is a masked array, and not of a subclass."""
+    return type(value) is getattr(sys.modules.get("numpy.ma"), "MaskedArray", NumpyScalar)
+
+
+def split_masked(array: Any) -> tuple[object, object, object]:
+    """Return the data of a masked array, its mask or None, and its fill value."""
+    mask = None if array.mask is sys.modules["numpy.ma"].nomask else array.mask
+    return array.data, mask, array.fill_value
+
+
+def make_masked(data: Any, mask: Any, fill_value: Any, *, hard: bool) -> object:
+    """Create a masked array over the memory of its data and its mask, which may be None."""
+    masked: Any = importlib.import_module("numpy.ma")
+    mask = masked.nomask if mask is None else mask
+    return masked.MaskedArray(data, mask, fill_value=fill_value, hard_mask=hard, copy=False)
+
+
 def is_scalar(value: Any) -> bool:
     """Return whether a value is a numpy scalar, and not of a subclass that a user defined."""
     return issubclass(type(value), numpy_class("generic")) and type(value) is value.dtype.type
@@ -61,24 +79,29 @@ def _is_bytes(dtype: Any) -> bool:
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
 
 
-def _dtype_to_wire(dtype: Any) -> DtypeForm:
-    """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly."""
+def dtype_to_wire(dtype: Any) -> DtypeForm:
+    """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly.
+
+    Records, which are structures whose fields are attributes too, become structures.
+    """
+    if dtype.type is numpy_class("record"):
+        dtype = _numpy().dtype((_numpy().void, dtype))
     what = f"numpy values of dtype {dtype} can't be sent: "
     if not _is_bytes(dtype):
         raise Unsendable(what + "the items are references, not bytes. Convert an array to a list")
     with suppress(ValueError):
         wire: DtypeForm = msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)
-        rebuilt = _dtype_from_wire(wire)
+        rebuilt = dtype_from_wire(wire)
         if rebuilt == dtype and rebuilt.type is dtype.type:
             return wire
-    # A record, or a dtype with overlapping fields.
+    # A dtype with overlapping fields, or with records as fields.
     raise Unsendable(
         what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
         "and view it back at the receiver"
     )
 
 
-def _dtype_from_wire(wire: DtypeForm) -> Any:
+def dtype_from_wire(wire: DtypeForm) -> Any:
     """Rebuild a dtype; raise ValueError if numpy can't, or if its items are not bytes."""
     try:
         dtype = _numpy().lib.format.descr_to_dtype(_descr(wire))
@@ -101,13 +124,13 @@ def _descr(wire: DtypeForm) -> Any:
 
 def scalar_to_wire(value: Any) -> ScalarForm:
     """Describe a numpy scalar as its dtype and its bytes; raises Unsendable if its dtype can't be sent."""
-    return _dtype_to_wire(value.dtype), value.tobytes()
+    return dtype_to_wire(value.dtype), value.tobytes()
 
 
 def scalar_from_wire(wire: ScalarForm) -> object:
     """Rebuild a numpy scalar from its dtype and its bytes."""
     described, data = wire
-    dtype = _dtype_from_wire(described)
+    dtype = dtype_from_wire(described)
     data = data[: dtype.itemsize]  # numpy writes an empty string as one zero
     # An item of an array of strings loses the zeros at its end.
     if dtype.kind == "S":
@@ -128,7 +151,8 @@ class NdarrayFixed(Form, frozen=True):
 
 
 def _describe(array: Any, add_tensor: AddTensor) -> Leaf:
-    dtype = _dtype_to_wire(array.dtype)
+    array = array.view(_numpy().ndarray)  # of a memmap, matrix or recarray
+    dtype = dtype_to_wire(array.dtype)
     backwards = tuple(axis for axis, step in enumerate(array.strides) if step < 0)
     forwards = array[_reversing(array.ndim, backwards)]
     low, high = _numpy().lib.array_utils.byte_bounds(array)
@@ -152,7 +176,7 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
     if data.numel():
         whole = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
         buffer, offset = whole.numpy(), int(data.storage_offset())
-    dtype, shape, strides = _dtype_from_wire(fixed.dtype), tuple(data.shape[:-1]), data.stride()[:-1]
+    dtype, shape, strides = dtype_from_wire(fixed.dtype), tuple(data.shape[:-1]), data.stride()[:-1]
     array = _numpy().ndarray(shape, dtype, buffer, offset, strides)
     array = array[_reversing(array.ndim, fixed.backwards)]
     array.flags.writeable = leaf.traits
@@ -161,7 +185,7 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, (spec,) = NdarrayFixed.read(leaf.fixed), specs
-    dtype = _dtype_from_wire(fixed.dtype)
+    dtype = dtype_from_wire(fixed.dtype)
     if spec.dtype != "uint8" or spec.shape[-1:] != (dtype.itemsize,) or spec.conj or spec.neg:
         raise ValueError(
             f"its tensor is {show_name(spec.dtype)}{show(spec.shape)}, expected uint8[..., {dtype.itemsize}] "
@@ -177,7 +201,7 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
 def _properties(leaf: Leaf, specs: Sequence[TensorSpec]) -> dict[str, str]:
     fixed = NdarrayFixed.read(leaf.fixed)
     return {
-        "dtype": str(_dtype_from_wire(fixed.dtype)),
+        "dtype": str(dtype_from_wire(fixed.dtype)),
         "shape": str(list(specs[0].shape[:-1])),
         "axes with negative strides": str(list(fixed.backwards)),
     }

@@ -64,11 +64,11 @@ def _rebuild(leaf: Leaf, members: Sequence[Any], context: RebuildContext | None 
     return with_grad_flags(built, traits.grad)
 
 
-def _finish_in_place(leaf: Leaf, local: Any) -> object:
+def _finish_in_place(leaf: Leaf, local: Any, parts: Sequence[torch.Tensor]) -> object:
     if local.layout is torch.sparse_coo:
         # Set the flag on the tensor itself: a detached copy has a flag of its own.
         set_coalesced(local, SparseTraits.read(leaf.traits).coalesced)
-    _rebuild(leaf, _members(local))
+    _rebuild(leaf, parts)
     return local
 
 
