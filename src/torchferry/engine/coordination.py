@@ -85,6 +85,9 @@ class Coordinator:
         self._gone: dict[int, str] = {}
         self._connections: dict[int, int] = {}  # of each rank
         self._answered: set[int] = set()  # the ranks that got their last answer
+        self._waiting: set[int] = (
+            set()
+        )  # the ranks that wait for an answer, or may not have read their last one
         self._assignment: Assignment | Refusal | None = None
         self._watched: set[int] = set()
         self._closed: str | None = None
@@ -93,10 +96,12 @@ class Coordinator:
     def close(self, reason: str) -> None:
         """Answer nobody any more. If this rank has its last answer, the others get it first."""
         with self._changed:
-            if self._rank in self._answered:
-                here = {self._rank, *self._gone}
-                self._changed.wait_for(lambda: here >= self._connections.keys(), _LAST_S)
-            self._closed = reason
+            if self._rank in self._answered and self._closed is None:
+                others = self._connections.keys() - {self._rank}
+                self._changed.wait_for(
+                    lambda: not (others & self._waiting & self._connections.keys()), _LAST_S
+                )
+            self._closed = self._closed or reason
             self._changed.notify_all()
 
     def disconnected(self, connection: int) -> None:
@@ -127,6 +132,7 @@ class Coordinator:
                 return Response(CHANGED)  # this is the coordinator of an earlier call
             if self._closed is None:
                 self._note(post, request.connection)
+                self._waiting.add(post.rank)
             while self._closed is not None or (answer := self._answer_to(post.rank)) is None:
                 if self._closed is not None:
                     return _left(self._closed)
@@ -138,6 +144,8 @@ class Coordinator:
                 self._assignment = answer  # for all, also if ranks leave that caused it
             if isinstance(answer, (Finished, Refusal)):
                 self._answered.add(post.rank)
+            else:
+                self._waiting.discard(post.rank)
             return Response(OK, msgpack.encode(answer))
 
     def _note(self, post: Post, connection: int) -> None:
