@@ -187,7 +187,7 @@ class _Fetch(Phases):
         plan = self._in_thread(self._plan, encoded, digests, grant)
         target = self._in_thread(self._target, encoded, plan, local)
         self._sink = sink = target.sink
-        needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
+        needed = self._in_thread(self._needed, sink, digests, local)
         landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
         if options.reshare is not None:
             options.reshare.start(options.wanted.name, grant, encoded, plan, digests, landing)
@@ -427,8 +427,11 @@ class _Fetch(Phases):
     ) -> T:
         """Run something in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
 
-        With `finish`, an exception in the calling thread waits until the work is done.
+        With `finish`, an exception in the calling thread waits until the work is done. If nothing of this
+        matters, no thread is needed.
         """
+        if self.options.on_progress is None and until_s == inf and not finish:
+            return work(*args)
         results: list[T] = []
         errors: list[BaseException] = []
         is_inference = torch.is_inference_mode_enabled()  # of this thread

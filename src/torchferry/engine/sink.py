@@ -42,6 +42,7 @@ from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
+    CPU,
     Memory,
     check_held,
     check_room,
@@ -102,9 +103,10 @@ class Sink:
         """Return the memory of a place, for the link to write. The chunk counts as written from now on."""
         return run_of(self._open(chunk, place), chunk.pieces[0])
 
-    def open_view(self, chunk: Chunk, place: Direct) -> memoryview:
-        """Do the same for a place in CPU memory, without a tensor: that takes a tenth of the time."""
-        return view_of(self._open(chunk, place), chunk.pieces[0])
+    def open_view(self, chunk: Chunk) -> memoryview | None:
+        """Do the same for a place in CPU memory, if there is one. A tensor would take more time."""
+        place = self.direct_place(chunk, _is_cpu)
+        return None if place is None else view_of(self._open(chunk, place), chunk.pieces[0])
 
     def _open(self, chunk: Chunk, place: Direct) -> Memory:
         if self.fresh is not None:
@@ -309,6 +311,10 @@ class Sink:
             return self.scratch(~place.storage)
         assert self.local is not None, "a sink without memory has no places"
         return self.local.memories[place.storage].at(place.delta)
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device is CPU
 
 
 def _is_copied_once(pair: tuple[Piece, Destinations]) -> bool:
