@@ -195,10 +195,9 @@ class Sink:
         None if that is not known, because a piece is not copied as it is to one local tensor, or if a piece
         lies in another storage than those in `only_in`.
         """
-        places = [self.destinations.of(piece) for piece in chunk.pieces]
-        if self.local is None or any(len(each.direct) != 1 or each.itemwise for each in places):
+        if self.local is None:
             return None
-        storages = [each.direct[0].storage for each in places]
+        storages = self.storages_of(chunk)
         if any(storage < 0 or (only_in is not None and storage not in only_in) for storage in storages):
             return None
         buffer = self.read(chunk, staging)
@@ -206,6 +205,15 @@ class Sink:
         if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
             staging.give_back(buffer)
         return found
+
+    def storages_of(self, chunk: Chunk) -> list[int]:
+        """Return the local storage of each piece; a negative number if it is not copied as it is to one."""
+        if self.destinations.identical:
+            return [piece.storage for piece in chunk.pieces]
+        places = [self.destinations.of(piece) for piece in chunk.pieces]
+        return [
+            each.direct[0].storage if len(each.direct) == 1 and not each.itemwise else -1 for each in places
+        ]
 
     def can_read(self, chunk: Chunk) -> bool:
         """Return whether every piece of a chunk is copied as it is to some tensor."""
