@@ -73,7 +73,7 @@ def fetch(
             with objects also that of a copy of the local state, which they get back if one can't be loaded.
         extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
         compare: hash what `into` holds, and fetch only chunks that differ. "auto" does that if an earlier
-            fetch wrote to these tensors.
+            fetch wrote to these tensors, but soon stops in a tensor that was overwritten since.
         via: how bytes travel: "tcp"; "memory", for sources on the same machine and of the same user; or None
             for memory where that is possible, and TCP elsewhere.
         tls: a context for https: which certificates to trust, and a client certificate.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.proxy import Exchange, Proxy, with_longer_length
 from tests.support.pull import (
@@ -25,6 +26,7 @@ from tests.support.pull import (
     target_contents,
 )
 from tests.support.solo import Solo, Solos
+from torchferry import fetch, serve
 from torchferry.errors import (
     Corrupted,
     FerryError,
@@ -312,3 +314,47 @@ def interrupted_while_it_writes(address: str, number: int) -> FetchResult:
     finally:
         for timer in interrupts:
             timer.join()
+
+
+def test_auto_soon_stops_comparing_a_tensor_that_was_overwritten() -> None:
+    """The report does not tell what was compared, so chunks that are equal by chance do."""
+    with serve({"a": torch.ones(4 * MIB), "b": torch.ones(4 * MIB)}, 1) as source:
+        local = {"a": torch.zeros(4 * MIB), "b": torch.zeros(4 * MIB)}
+        assert fetch(source.address, local).report.bytes_skipped == 0
+        for tensor, zeros in ((local["a"], 4 * MIB - 1), (local["b"], MIB // 2)):
+            tensor[:zeros].zero_()
+        report = fetch(source.address, local).report
+        # Of a, the last chunk has one value that is right. Of b, 2 chunks differ and 14 are as they were.
+        assert report.bytes_skipped == 14 * MIB
+        assert all(torch.equal(tensor, torch.ones(4 * MIB)) for tensor in local.values())
+        # Of a, four chunks differ in a row, and the others are not compared.
+        local["a"][: 2 * MIB].zero_()
+        assert fetch(source.address, local).report.bytes_skipped == 16 * MIB
+        assert fetch(source.address, local).report.bytes_skipped == 32 * MIB
+
+
+def test_auto_compares_everything_that_only_a_fetch_has_written() -> None:
+    local = {"a": torch.zeros(4 * MIB)}
+    with serve({"a": torch.ones(4 * MIB)}, 1) as source:
+        fetch(source.address, local)
+        local["a"].numpy()[: 2 * MIB] = 5.0  # nobody counts that
+        assert fetch(source.address, local).report.bytes_skipped == 8 * MIB
+    assert torch.equal(local["a"], torch.ones(4 * MIB))
+
+
+def test_auto_compares_other_tensors_over_memory_that_a_fetch_wrote() -> None:
+    with serve({"a": torch.ones(MIB)}, 1) as source:
+        parameter = torch.nn.Parameter(torch.zeros(MIB))
+        for _ in range(3):
+            parameter.data.mul_(1)
+        fetch(source.address, {"a": parameter.detach()})
+        assert fetch(source.address, {"a": parameter.data}).report.bytes_moved == 0
+        assert fetch(source.address, {"a": parameter}).report.bytes_moved == 0
+
+
+def test_auto_compares_the_tensors_of_objects() -> None:
+    model = torch.nn.Linear(1024, 1024)
+    with serve({"model": model}, 1) as source:
+        other = {"model": torch.nn.Linear(1024, 1024)}
+        fetch(source.address, other)
+        assert fetch(source.address, other).report.bytes_moved == 0

@@ -8,6 +8,7 @@ import logging
 import os
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,6 +65,9 @@ _CONFIRM_S = 5.0
 
 _LANES = 2
 """How many connections read chunks from a single source."""
+
+_DIFFERING = 4
+"""If so many chunks in a row differ in a tensor that was written since, all others are fetched too."""
 
 _FAILED_S = 0.25
 """How long a fetch that failed tries to tell the sources why."""
@@ -193,7 +197,7 @@ class _Fetch(Phases):
         plan = self._in_thread(self._plan, encoded, digests, grant)
         target = self._in_thread(self._target, encoded, plan, local)
         self._sink = sink = target.sink
-        needed = self._in_thread(self._needed, sink, digests, local, until_s=self._deadline_s)
+        needed = self._in_thread(self._needed, sink, digests, local)
         options.gate()
         landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
         if options.reshare is not None:
@@ -217,6 +221,9 @@ class _Fetch(Phases):
             if restored:
                 error.add_note(restored)
             raise
+        finally:
+            if local is not None:
+                history.note(local)
         self._enter(FetchState.CONFIRMING)
         confirmed = self._confirm(grant)
         self._enter(FetchState.DONE)
@@ -314,15 +321,42 @@ class _Fetch(Phases):
     def _needed(self, sink: Sink, digests: Sequence[int], local: Description | None) -> list[int]:
         """List the chunks to fetch: those that differ from the local tensors, if that is to be compared."""
         needed = [chunk for chunk in sink.plan.chunks if sink.needs(chunk)]
-        if local is not None:
-            written = history.written_before(local)
-            if self.options.compare is not False:
-                known = None if self.options.compare is True else written
-                needed = [chunk for chunk in needed if self._differs(sink, chunk, digests, known)]
+        if local is not None and self.options.compare is True:
+            needed = [chunk for chunk in needed if self._differs(sink, chunk, digests)]
+        elif local is not None and self.options.compare == "auto":
+            known, changed = history.of(local)
+            needed = self._probably_needed(sink, needed, digests, known, changed)
         return [chunk.number for chunk in needed]
 
+    def _probably_needed(
+        self,
+        sink: Sink,
+        chunks: Sequence[Chunk],
+        digests: Sequence[int],
+        known: Collection[int],
+        changed: Collection[int],
+    ) -> list[Chunk]:
+        """List the chunks that differ from the local tensors in the `known` storages, or are not in them.
+
+        Where several chunks of a `changed` storage differ, the rest are not compared: all were overwritten.
+        """
+        needed: list[Chunk] = []
+        differing: Counter[int] = Counter()  # by storage, in a row
+        for chunk in chunks:
+            places = sink.storages_of(chunk)
+            storage = places[0]
+            is_changed = all(place in changed for place in places)
+            if is_changed and differing[storage] >= _DIFFERING:
+                needed.append(chunk)
+            elif self._differs(sink, chunk, digests, known):
+                needed.append(chunk)
+                differing[storage] += 1
+            else:
+                differing[storage] = 0
+        return needed
+
     def _differs(
-        self, sink: Sink, chunk: Chunk, digests: Sequence[int], known: Collection[int] | None
+        self, sink: Sink, chunk: Chunk, digests: Sequence[int], known: Collection[int] | None = None
     ) -> bool:
         """Return whether a chunk must be fetched: local tensors in the `known` storages do not hold it."""
         if not self._left_s():
@@ -435,8 +469,11 @@ class _Fetch(Phases):
     ) -> T:
         """Run something in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
 
-        With `finish`, an exception in the calling thread waits until the work is done.
+        With `finish`, an exception in the calling thread waits until the work is done. If nothing of this
+        matters, no thread is needed.
         """
+        if self.options.on_progress is None and until_s == inf and not finish:
+            return work(*args)
         results: list[T] = []
         errors: list[BaseException] = []
         is_inference = torch.is_inference_mode_enabled()  # of this thread

@@ -5,35 +5,57 @@ from collections import OrderedDict
 
 from torchferry.links.forks import close_after_fork
 from torchferry.tensors.describe import Description
+from torchferry.torch_internals import versions_of
 
 _MAX_STORAGES = 1 << 17
 
 
 class History:
-    """The memory that fetches of this process have written, by address and size."""
+    """The memory that fetches of this process have written, by address and size.
+
+    For each, it has the highest version counter of its tensors after the fetch.
+    """
 
     def __init__(self) -> None:
-        self._written: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._written: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def written_before(self, local: Description) -> set[int]:
-        """Return the storages of a local state that an earlier fetch wrote, and remember that this one does.
+    def of(self, local: Description) -> tuple[set[int], set[int]]:
+        """Return the storages of a local state that an earlier fetch wrote, and those that torch wrote since.
 
-        If other tensors use that memory by now, the comparison only costs time.
+        If other tensors use that memory by now, a comparison only costs time.
         """
-        keys = [(each.storage.data_ptr() + each.base, each.storage.nbytes()) for each in local.memories]
         with self._lock:
-            known = {number for number, key in enumerate(keys) if key in self._written}
-            for number in known:
-                self._written.pop(keys[number], None)
-            self._written.update(dict.fromkeys(keys))
+            before = [self._written.get(key) for key in _keys(local)]
+        found = {number: then for number, then in enumerate(before) if then is not None}
+        versions = _versions(local)
+        return {*found}, {number for number, then in found.items() if versions[number] > then}
+
+    def note(self, local: Description) -> None:
+        """Remember that a fetch writes, or has written, to all tensors of a local state."""
+        entries = dict(zip(_keys(local), _versions(local), strict=True))
+        with self._lock:
+            for key in entries:
+                self._written.pop(key, None)
+            self._written.update(entries)
             while len(self._written) > _MAX_STORAGES:
                 self._written.popitem(last=False)
-        return known
 
     def close_inherited(self) -> None:
         """Replace the lock in a forked child: another thread of the parent may have held it."""
         self._lock = threading.Lock()
+
+
+def _keys(local: Description) -> list[tuple[int, int]]:
+    return [(each.storage.data_ptr() + each.base, each.storage.nbytes()) for each in local.memories]
+
+
+def _versions(local: Description) -> list[int]:
+    """Return the highest version counter of the tensors in each storage."""
+    found = [0] * len(local.memories)
+    for spec, version in zip(local.manifest.tensors, versions_of(local.tensors), strict=True):
+        found[spec.storage] = max(found[spec.storage], version)
+    return found
 
 
 history = History()

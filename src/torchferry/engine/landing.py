@@ -39,9 +39,9 @@ class Landing:
         """Return the memory that a chunk is received into: that of the state itself where possible."""
         if chunk.number in self._beside:
             return view(self._beside[chunk.number])
-        place = self.sink.direct_place(chunk, lambda device: device.type == "cpu")
-        if place is not None:
-            return self.sink.open_view(chunk, place)
+        found = self.sink.open_view(chunk)
+        if found is not None:
+            return found
         # A chunk that arrived damaged is received again.
         buffer = self._staged.get(chunk.number)
         if buffer is None:

@@ -104,10 +104,13 @@ class Receiving:
             raise LinkStalled(f"no bytes arrived for {stall_s:g} s; {done}")
 
     def _start_lanes(self) -> None:
-        preferred, busy = self._sources.preferred(), {lane.source for lane in self._lanes}
-        wanted = [source for source in preferred if source not in busy]
-        if len(preferred) == 1 and self.total_bytes > EVENT_BYTES:
-            wanted *= self._max_lanes
+        preferred = self._sources.preferred()
+        is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES
+        wanted: list[RemoteSource] = []
+        for source in preferred:
+            # With a ring, one lane keeps a core of each process busy.
+            lanes = self._max_lanes if is_one and not source.uses_ring else 1
+            wanted += [source] * (lanes - sum(lane.source is source for lane in self._lanes))
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
         # How much a lane asks for depends on how many there are.
         self._lanes += new
@@ -197,7 +200,7 @@ class Receiving:
         return None
 
     def _may_ask(self, lane: _Lane) -> bool:
-        return lane.connection is None or len(lane.asked) < lane.source.max_ahead(lane.connection)
+        return len(lane.asked) < lane.source.max_ahead
 
     def _wait_until_needed(self, lane: _Lane) -> bool:
         """Wait until there are chunks that a lane may ask for; return False if there will be none.

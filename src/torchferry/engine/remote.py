@@ -244,11 +244,17 @@ class RemoteSource:
             raise Corrupted(["metadata"])
         return manifest, pull.decode_digests(digests)
 
-    def max_ahead(self, connection: HttpConnection) -> int:
-        """Return how many ranges of chunks may be asked for before the first of them was read."""
-        # While bytes come through a ring, this end sends only signals.
+    @property
+    def uses_ring(self) -> bool:
+        """Whether chunks come through a ring, as far as is known: memory is used, and the state is live."""
         is_live = self.grant is not None and not self.grant.snapshot
-        return 1 if connection.is_local and is_live else pull.MAX_AHEAD
+        return is_live and "tcp" not in (self._via, self.report.via)
+
+    @property
+    def max_ahead(self) -> int:
+        """How many ranges of chunks may be asked for before the first of them was read."""
+        # While bytes come through a ring, this end sends only signals.
+        return 1 if self.uses_ring else pull.MAX_AHEAD
 
     def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
         """Ask for a range of chunks."""

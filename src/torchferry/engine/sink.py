@@ -42,6 +42,7 @@ from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
+    CPU,
     Memory,
     check_held,
     check_room,
@@ -102,9 +103,10 @@ class Sink:
         """Return the memory of a place, for the link to write. The chunk counts as written from now on."""
         return run_of(self._open(chunk, place), chunk.pieces[0])
 
-    def open_view(self, chunk: Chunk, place: Direct) -> memoryview:
-        """Do the same for a place in CPU memory, without a tensor: that takes a tenth of the time."""
-        return view_of(self._open(chunk, place), chunk.pieces[0])
+    def open_view(self, chunk: Chunk) -> memoryview | None:
+        """Do the same for a place in CPU memory, if there is one. A tensor would take more time."""
+        place = self.direct_place(chunk, _is_cpu)
+        return None if place is None else view_of(self._open(chunk, place), chunk.pieces[0])
 
     def _open(self, chunk: Chunk, place: Direct) -> Memory:
         if self.fresh is not None:
@@ -193,10 +195,9 @@ class Sink:
         None if that is not known, because a piece is not copied as it is to one local tensor, or if a piece
         lies in another storage than those in `only_in`.
         """
-        places = [self.destinations.of(piece) for piece in chunk.pieces]
-        if self.local is None or any(len(each.direct) != 1 or each.itemwise for each in places):
+        if self.local is None:
             return None
-        storages = [each.direct[0].storage for each in places]
+        storages = self.storages_of(chunk)
         if any(storage < 0 or (only_in is not None and storage not in only_in) for storage in storages):
             return None
         buffer = self.read(chunk, staging)
@@ -204,6 +205,15 @@ class Sink:
         if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
             staging.give_back(buffer)
         return found
+
+    def storages_of(self, chunk: Chunk) -> list[int]:
+        """Return the local storage of each piece; a negative number if it is not copied as it is to one."""
+        if self.destinations.identical:
+            return [piece.storage for piece in chunk.pieces]
+        places = [self.destinations.of(piece) for piece in chunk.pieces]
+        return [
+            each.direct[0].storage if len(each.direct) == 1 and not each.itemwise else -1 for each in places
+        ]
 
     def can_read(self, chunk: Chunk) -> bool:
         """Return whether every piece of a chunk is copied as it is to some tensor."""
@@ -309,6 +319,10 @@ class Sink:
             return self.scratch(~place.storage)
         assert self.local is not None, "a sink without memory has no places"
         return self.local.memories[place.storage].at(place.delta)
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device is CPU
 
 
 def _is_copied_once(pair: tuple[Piece, Destinations]) -> bool:
