@@ -5,7 +5,6 @@ from collections import OrderedDict
 
 from torchferry.links.forks import close_after_fork
 from torchferry.tensors.describe import Description
-from torchferry.torch_internals import versions_of
 
 _MAX_STORAGES = 1 << 17
 
@@ -53,7 +52,7 @@ def _keys(local: Description) -> list[tuple[int, int]]:
 def _versions(local: Description) -> list[int]:
     """Return the highest version counter of the tensors in each storage."""
     found = [0] * len(local.memories)
-    for spec, version in zip(local.manifest.tensors, versions_of(local.tensors), strict=True):
+    for spec, version in zip(local.manifest.tensors, local.current_versions(), strict=True):
         found[spec.storage] = max(found[spec.storage], version)
     return found
 

@@ -64,9 +64,13 @@ class Description:
         """Whether all tensors are in CPU memory."""
         return all(memory.device is CPU for memory in self.memories)
 
+    def current_versions(self) -> list[int]:
+        """Return the version counters of the tensors as they are now."""
+        return versions_of(self.tensors)
+
     def changed_tensors(self) -> list[int]:
         """List the tensors whose version counters changed since they were described."""
-        pairs = zip(versions_of(self.tensors), self.versions, strict=True)
+        pairs = zip(self.current_versions(), self.versions, strict=True)
         return [number for number, (version, earlier) in enumerate(pairs) if version != earlier]
 
 
