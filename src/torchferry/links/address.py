@@ -2,6 +2,8 @@
 
 import fcntl
 import ipaddress
+import logging
+import os
 import re
 import socket
 from contextlib import suppress
@@ -9,6 +11,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from torchferry.errors import BadArgument, NotAuthorized
+
+logger = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^][:@/#?]+))(?::([0-9]{1,5}))?")  # [IPv6] or name, and port
 ANY_HOST = "0.0.0.0", "::"
@@ -142,6 +146,42 @@ def reachable_host(listener: socket.socket) -> str:
     lookup = _ipv4_address if host == "0.0.0.0" else _ipv6_address
     found = [lookup(name) for _, name in socket.if_nameindex() if name != "lo"]
     return next(filter(None, found), "127.0.0.1" if host == "0.0.0.0" else "::1")
+
+
+def own_host(*peers: str | None) -> str:
+    """Return where a member of a job listens so that the other members can reach it.
+
+    That is the first interface of GLOO_SOCKET_IFNAME if that is set, or else this machine's address towards
+    the first of `peers` that is given and has a route, or else loopback. A peer is a host, `HOST:PORT` or a
+    URL.
+    """
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return interface
+    for peer in filter(None, peers):
+        try:
+            return _own_address_towards(peer)
+        except (OSError, ValueError) as error:
+            logger.warning("%r has no address that this machine can reach: %s", peer, error)
+    return "127.0.0.1"
+
+
+def _own_address_towards(peer: str) -> str:
+    """Return the own address from which packets to a peer are sent; raises OSError or ValueError."""
+    if peer.count(":") > 1 and "[" not in peer and "//" not in peer:
+        peer = f"[{peer}]"
+    host = urlsplit(peer if "//" in peer else f"//{peer}").hostname
+    failure = OSError("it names no host")
+    for family, kind, protocol, _, where in (
+        socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ()
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                # Connecting a datagram socket sends nothing. It only chooses the own address.
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                failure = error
+    raise failure
 
 
 def _ipv4_address(interface: str) -> str | None:
