@@ -7,6 +7,7 @@ kind of tensor is not supported. `tests/unit/test_torch_internals.py` removes ea
 
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from itertools import chain
 from math import prod
 from typing import Annotated, Any, cast
@@ -239,6 +240,12 @@ def backend_name(backend: Any) -> str | None:
 
         return str(backend.name()) if isinstance(backend, Backend) else None
     return None
+
+
+def backend_timeout(backend: Any) -> timedelta | None:
+    """Return the timeout of one of torch's backends; None without `options._timeout`."""
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
 
 
 def neg_view(tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ LAYERS = {
     "torchferry.pg_transport": "front door",
     "torchferry.serving": "front door",
     "torchferry.fetching": "front door",
+    "torchferry.torchft": "front door",
     "torchferry.arguments": "front door",
     "torchferry.cli": "front door",
     "torchferry.compat": "compat",

@@ -1,0 +1,54 @@
+"""A pytest plugin that puts torchferry's transports in the place of torchft's, for torchft's own tests.
+
+    TRANSPORT=Transport python -m pytest -p tests.torchft.substitution --pyargs torchft.manager_integ_test
+
+TRANSPORT is the name of a class in torchferry.torchft. `scripts/test_torchft.sh` runs it for all tests that
+concern a transport.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+import torchft.checkpointing.http_transport
+import torchft.checkpointing.pg_transport
+from torchft.manager import Manager
+
+import torchferry.torchft
+
+
+class InPlaceOfHttp(torchferry.torchft.Transport[Any]):
+    """Has the constructor of torchft's HTTPTransport."""
+
+    def __init__(self, timeout: timedelta, num_chunks: int) -> None:
+        super().__init__(timeout)
+
+
+def new_transport(pg: Any, timeout: timedelta = timedelta(seconds=60)) -> Any:
+    """Create the transport of a Manager that was given none."""
+    if os.environ["TRANSPORT"] == "PGTransport":
+        return torchferry.torchft.PGTransport(pg, timeout, "cpu")
+    # Some tests step the optimizer while others read.
+    return torchferry.torchft.Transport(timeout, snapshot=True)
+
+
+def substitute() -> None:
+    """Replace both transports, and the default of every Manager."""
+    torchft.checkpointing.http_transport.HTTPTransport = InPlaceOfHttp
+    torchft.checkpointing.pg_transport.PGTransport = torchferry.torchft.PGTransport
+    original = Manager.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, pg: Any, *args: Any, **options: Any) -> None:
+        timeout = {"timeout": options["timeout"]} if "timeout" in options else {}
+        if not options.get("checkpoint_transport"):
+            options["checkpoint_transport"] = new_transport(pg, **timeout)
+        original(self, pg, *args, **options)
+
+    Manager.__init__ = init
+
+
+substitute()
