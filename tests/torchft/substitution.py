@@ -2,8 +2,8 @@
 
     TRANSPORT=Transport python -m pytest -p tests.torchft.substitution --pyargs torchft.manager_integ_test
 
-TRANSPORT is the name of a class in torchferry.torchft. `scripts/test_torchft.sh` runs it for all tests that
-concern a transport.
+TRANSPORT is the name of a class in torchferry.torchft. SNAPSHOT=1 is for DiLoCo. `make test-torchft` runs all
+tests that concern a transport.
 """
 
 from __future__ import annotations
@@ -27,12 +27,32 @@ class InPlaceOfHttp(torchferry.torchft.Transport[Any]):
         super().__init__(timeout)
 
 
+received: list[str] = []
+
+
+def counting(transport: Any) -> Any:
+    """Count what a transport receives, to show that the tests used it."""
+    receive = transport.recv_checkpoint
+
+    def recv_checkpoint(*args: Any, **options: Any) -> Any:
+        state = receive(*args, **options)
+        received.append(type(transport).__name__)
+        return state
+
+    transport.recv_checkpoint = recv_checkpoint
+    return transport
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many checkpoints the Managers of the tests received."""
+    terminalreporter.write_line(f"{len(received)} checkpoints were received with torchferry {set(received)}")
+
+
 def new_transport(pg: Any, timeout: timedelta = timedelta(seconds=60)) -> Any:
     """Create the transport of a Manager that was given none."""
     if os.environ["TRANSPORT"] == "PGTransport":
         return torchferry.torchft.PGTransport(pg, timeout, "cpu")
-    # Some tests step the optimizer while others read.
-    return torchferry.torchft.Transport(timeout, snapshot=True)
+    return torchferry.torchft.Transport(timeout, snapshot=os.environ.get("SNAPSHOT") == "1")
 
 
 def substitute() -> None:
@@ -45,7 +65,7 @@ def substitute() -> None:
     def init(self: Any, pg: Any, *args: Any, **options: Any) -> None:
         timeout = {"timeout": options["timeout"]} if "timeout" in options else {}
         if not options.get("checkpoint_transport"):
-            options["checkpoint_transport"] = new_transport(pg, **timeout)
+            options["checkpoint_transport"] = counting(new_transport(pg, **timeout))
         original(self, pg, *args, **options)
 
     Manager.__init__ = init
