@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, cast
+from types import GenericAlias
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +27,6 @@ from torchferry.serving import Source
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 COPIED_BYTES = 1 << 20
 """Tensors of up to this size are copied when they are sent. A forward pass changes those of BatchNorm."""
 
@@ -35,7 +34,7 @@ _DROP_S = 5.0
 """How long connections of readers that were dropped may take to close."""
 
 
-class Transport(Generic[T]):
+class Transport:
     """Heals replicas by address: a source serves its state until nobody reads it, a replica fetches it.
 
     Pass it as `checkpoint_transport=` to `torchft.Manager`, which calls the methods. No process group is used
@@ -65,6 +64,9 @@ class Transport(Generic[T]):
 
     After a receive, `last_report` says what was moved.
     """
+
+    # torchft's transports are generic: PGTransport[dict[str, object]](…).
+    __class_getitem__: Any = classmethod(GenericAlias)
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Transport(Generic[T]):
         return address if self._token is None else address.partition("#")[0]
 
     def send_checkpoint(
-        self, dst_ranks: Sequence[int], step: int, state_dict: T, timeout: Timeout | None = None
+        self, dst_ranks: Sequence[int], step: int, state_dict: object, timeout: Timeout | None = None
     ) -> None:
         """Serve a state as that of a step, until `disallow_checkpoint`. Returns before anyone has read it.
 
@@ -124,7 +126,7 @@ class Transport(Generic[T]):
         with self._sending:
             self._withdraw(self._timeout_s)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Timeout | None = None) -> T:
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Timeout | None = None) -> Any:
         """Fetch the state of a step, and return it. Waits until the source serves that step.
 
         `metadata` may be that of several transports, separated by spaces. All that serve the same state
@@ -149,7 +151,7 @@ class Transport(Generic[T]):
                 mesh=self._mesh,
             )
         self.last_report = got.report
-        return cast(T, got.state)
+        return got.state
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving for good. Readers may finish within the timeout if `wait`, and are disconnected."""
@@ -179,7 +181,7 @@ class Transport(Generic[T]):
         return f"{address}#{self._token}"
 
 
-class PGTransport(Generic[T]):
+class PGTransport:
     """Heals replicas over torchft's process group: a drop-in for `torchft.checkpointing.PGTransport`.
 
     The group may be reconfigured at any time, by the Manager. Ranks are those in the group behind torchft's
@@ -196,6 +198,9 @@ class PGTransport(Generic[T]):
     Raises:
         BadArgument: an argument is invalid.
     """
+
+    # torchft's transports are generic: PGTransport[dict[str, object]](…).
+    __class_getitem__: Any = classmethod(GenericAlias)
 
     def __init__(
         self,
@@ -221,7 +226,7 @@ class PGTransport(Generic[T]):
         return "<n/a>"
 
     def send_checkpoint(
-        self, dst_ranks: Sequence[int], step: int, state_dict: T, timeout: Timeout | None = None
+        self, dst_ranks: Sequence[int], step: int, state_dict: object, timeout: Timeout | None = None
     ) -> None:
         """Send a state to ranks of the group. It may change when this returns.
 
@@ -235,7 +240,7 @@ class PGTransport(Generic[T]):
     def disallow_checkpoint(self) -> None:
         """Do nothing: no state is read after `send_checkpoint`."""
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Timeout | None = None) -> T:
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: Timeout | None = None) -> Any:
         """Receive the state of a step from a rank of the group, and return it.
 
         Raises:
@@ -243,7 +248,7 @@ class PGTransport(Generic[T]):
             FerryError: as `torchferry.PGTransport.recv_checkpoint`.
         """
         with _timeouts_are_runtime_errors():
-            return cast(T, self._transport.recv_checkpoint(src_rank, step, timeout=self._limit(timeout)))
+            return self._transport.recv_checkpoint(src_rank, step, timeout=self._limit(timeout))
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: the group belongs to the Manager."""

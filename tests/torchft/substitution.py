@@ -20,7 +20,7 @@ from torchft.manager import Manager
 import torchferry.torchft
 
 
-class InPlaceOfHttp(torchferry.torchft.Transport[Any]):
+class InPlaceOfHttp(torchferry.torchft.Transport):
     """Has the constructor of torchft's HTTPTransport."""
 
     def __init__(self, timeout: timedelta, num_chunks: int) -> None:

@@ -44,7 +44,9 @@ class Replica:
         self.adam = torch.optim.Adam(self.model.parameters())
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pg = ProcessGroupGloo(timeout=TIMEOUT)
-        in_place = {"state_dict": lambda: {"user": {"default": self.state()}}} if "in place" in kind else {}
+        in_place: dict[str, Any] = (
+            {"state_dict": lambda: {"user": {"default": self.state()}}} if "in place" in kind else {}
+        )
         transport: Any = (
             PGTransport(pg, TIMEOUT, "cpu", **in_place) if "PG" in kind else Transport(TIMEOUT, **in_place)
         )

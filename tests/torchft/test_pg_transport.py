@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import TestCase
 
@@ -54,7 +55,7 @@ def groups(store: dist.TCPStore, pool: ThreadPoolExecutor) -> Iterator[list[Proc
 
 
 def test_it_is_a_checkpoint_transport_of_torchft(groups: list[ProcessGroupGloo]) -> None:
-    transport = PGTransport[dict[str, object]](groups[0], timeout=SOON, device=CPU)
+    transport = PGTransport[dict[str, object]](groups[0], timeout=SOON, device=CPU)  # type: ignore[misc]
     assert isinstance(transport, CheckpointTransport)
     assert transport.metadata()
     transport.disallow_checkpoint()
@@ -87,7 +88,7 @@ def test_a_group_may_be_reconfigured(
     used: list[Any] = list(groups)
     if wraps:
         used = [FakeProcessGroupWrapper(ErrorSwallowingProcessGroupWrapper(group)) for group in groups]
-    one, two = (PGTransport[Any](group, SOON, "cpu") for group in used)
+    one, two = (PGTransport(group, SOON, "cpu") for group in used)
     exchange(pool, one, two, step=1)
     # The ranks change places.
     list(pool.map(lambda rank: configure(groups[1 - rank], store, "second", rank, 2), range(2)))
@@ -97,7 +98,7 @@ def test_a_group_may_be_reconfigured(
 def test_a_group_works_again_after_a_timeout_and_a_new_configuration(
     groups: list[ProcessGroupGloo], store: dist.TCPStore, pool: ThreadPoolExecutor
 ) -> None:
-    one, two = (PGTransport[Any](group, SOON, "cpu") for group in groups)
+    one, two = (PGTransport(group, SOON, "cpu") for group in groups)
     with pytest.raises(RuntimeError, match="timed out"):
         two.recv_checkpoint(0, "", 1, timedelta(milliseconds=10))
     list(pool.map(lambda rank: configure(groups[rank], store, "again", rank, 2), range(2)))
@@ -110,9 +111,9 @@ def test_a_timeout_is_that_of_the_call_or_of_the_transport(
     groups: list[ProcessGroupGloo], direction: str, which: str
 ) -> None:
     short = timedelta(milliseconds=100)
-    transport = PGTransport[Any](groups[0], SOON if which == "given" else short, "cpu")
-    options = {"omitted": {}, "None": {"timeout": None}, "given": {"timeout": short}}[which]
-    call = {
+    transport = PGTransport(groups[0], SOON if which == "given" else short, "cpu")
+    options: Any = {"omitted": {}, "None": {"timeout": None}, "given": {"timeout": short}}[which]
+    call: Any = {
         "send": lambda: transport.send_checkpoint([1], 1, {"w": torch.ones(4)}, **options),
         "receive": lambda: transport.recv_checkpoint(1, "", 1, **options),
     }[direction]
@@ -126,21 +127,22 @@ def test_a_timeout_is_that_of_the_call_or_of_the_transport(
 
 
 def test_zero_is_the_timeout_of_the_group(groups: list[ProcessGroupGloo], pool: ThreadPoolExecutor) -> None:
-    one, two = (PGTransport[Any](group, timedelta(milliseconds=20), "cpu") for group in groups)
+    one, two = (PGTransport(group, timedelta(milliseconds=20), "cpu") for group in groups)
     received = pool.submit(two.recv_checkpoint, 0, "", 1, timedelta(0))
     with pytest.raises(TimeoutError):
         received.result(0.2)
     one.send_checkpoint([1], 1, {"w": 1}, timedelta(0))
     assert received.result(10) == {"w": 1}
     # Also for the transport.
-    exchange(pool, *(PGTransport[Any](group, timedelta(0), "cpu") for group in groups), step=2, timeout=None)
+    one, two = (PGTransport(group, timedelta(0), "cpu") for group in groups)
+    exchange(pool, one, two, step=2, timeout=None)
 
 
 def test_zero_really_ends(store: dist.TCPStore, pool: ThreadPoolExecutor) -> None:
     groups = [ProcessGroupGloo(timeout=timedelta(milliseconds=300)) for _ in range(2)]
     list(pool.map(lambda rank: configure(groups[rank], store, "short", rank, 2), range(2)))
     with pytest.raises(torchferry.CheckpointTimeout):
-        PGTransport[Any](groups[0], SOON, "cpu").recv_checkpoint(1, "", 1, timedelta(0))
+        PGTransport(groups[0], SOON, "cpu").recv_checkpoint(1, "", 1, timedelta(0))
     for group in groups:
         group.shutdown()
 
@@ -149,15 +151,15 @@ def test_a_receive_writes_in_place_and_paths_that_are_missing_here_are_fresh(
     groups: list[ProcessGroupGloo], pool: ThreadPoolExecutor
 ) -> None:
     here = torch.zeros(1000)
-    one = PGTransport[Any](groups[0], SOON, "cpu")
-    for local in ({"user": {"weight": here}}, {}):
-        two = PGTransport[Any](groups[1], SOON, "cpu", state_dict=lambda local=local: local)
+    one = PGTransport(groups[0], SOON, "cpu")
+    for local in ({"user": {"weight": here}}, dict[str, Any]()):
+        two = PGTransport(groups[1], SOON, "cpu", state_dict=partial(dict, local))
         got: Any = exchange(pool, one, two, step=1)
         assert (got["user"]["weight"] is here) == bool(local)
 
 
 def test_another_step_is_refused(groups: list[ProcessGroupGloo], pool: ThreadPoolExecutor) -> None:
-    one, two = (PGTransport[Any](group, SOON, "cpu") for group in groups)
+    one, two = (PGTransport(group, SOON, "cpu") for group in groups)
     sent = pool.submit(one.send_checkpoint, [1], 2, {"w": 1}, SOON)
     with pytest.raises(torchferry.StepMismatch):
         two.recv_checkpoint(0, "", 1, SOON)
@@ -167,7 +169,7 @@ def test_another_step_is_refused(groups: list[ProcessGroupGloo], pool: ThreadPoo
 def test_buffers_may_change_while_a_state_is_sent(
     groups: list[ProcessGroupGloo], pool: ThreadPoolExecutor
 ) -> None:
-    one, two = (PGTransport[Any](group, SOON, "cpu") for group in groups)
+    one, two = (PGTransport(group, SOON, "cpu") for group in groups)
     mean, weight = torch.ones(100), torch.ones(1 << 20)
     sent = pool.submit(one.send_checkpoint, [1], 1, {"mean": mean, "weight": weight}, SOON)
     # The receiver is not there yet, so the send has described the state and waits.

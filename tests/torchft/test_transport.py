@@ -37,8 +37,8 @@ def _no_settings_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def transport(timeout: float = 10, **options: Any) -> Iterator[Transport[Any]]:
-    created: Transport[Any] = Transport(timeout, **options)
+def transport(timeout: float = 10, **options: Any) -> Iterator[Transport]:
+    created = Transport(timeout, **options)
     try:
         yield created
     finally:
@@ -46,13 +46,13 @@ def transport(timeout: float = 10, **options: Any) -> Iterator[Transport[Any]]:
 
 
 @pytest.fixture
-def source() -> Iterator[Transport[Any]]:
+def source() -> Iterator[Transport]:
     with transport() as created:
         yield created
 
 
 @pytest.fixture
-def receiver() -> Iterator[Transport[Any]]:
+def receiver() -> Iterator[Transport]:
     with transport() as created:
         yield created
 
@@ -69,16 +69,16 @@ def manager_state(step: int = 3, layer_bytes: int = 2 * MIB) -> dict[str, Any]:
     return {"user": {"default": user}, "torchft": {"step": step, "batches_committed": 2 * step}}
 
 
-def test_it_is_a_checkpoint_transport_of_torchft(source: Transport[Any]) -> None:
+def test_it_is_a_checkpoint_transport_of_torchft(source: Transport) -> None:
     assert isinstance(source, CheckpointTransport)
-    assert isinstance(Transport[dict[str, object]](timedelta(seconds=1)), Transport)
+    assert isinstance(Transport[dict[str, object]](timedelta(seconds=1)), Transport)  # type: ignore[misc]
 
 
 def test_torchfts_own_test_of_a_transport_passes() -> None:
     run_multi_recovery_test(TestCase(), lambda rank, size: Transport(SOON), torch.device("cpu"))
 
 
-def test_a_state_arrives_exactly(source: Transport[Any], receiver: Transport[Any]) -> None:
+def test_a_state_arrives_exactly(source: Transport, receiver: Transport) -> None:
     state = manager_state()
     source.send_checkpoint([1], 3, state, SOON)
     assert_same(receiver.recv_checkpoint(0, source.metadata(), 3, SOON), state)
@@ -87,7 +87,7 @@ def test_a_state_arrives_exactly(source: Transport[Any], receiver: Transport[Any
 
 
 def test_a_receive_waits_for_the_step(
-    source: Transport[Any], receiver: Transport[Any], pool: ThreadPoolExecutor
+    source: Transport, receiver: Transport, pool: ThreadPoolExecutor
 ) -> None:
     source.send_checkpoint([1], 2, manager_state(2), SOON)
     waiting = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 3, SOON)
@@ -99,7 +99,7 @@ def test_a_receive_waits_for_the_step(
 
 @pytest.mark.parametrize("served", [None, 2, 4])
 def test_a_step_that_does_not_come_times_out(
-    source: Transport[Any], receiver: Transport[Any], served: int | None
+    source: Transport, receiver: Transport, served: int | None
 ) -> None:
     if served is not None:
         source.send_checkpoint([1], served, manager_state(served), SOON)
@@ -112,16 +112,14 @@ def test_a_step_that_does_not_come_times_out(
     assert isinstance(raised.value.__cause__, torchferry.LinkTimeout)
 
 
-def test_without_a_timeout_that_of_the_transport_holds(source: Transport[Any]) -> None:
+def test_without_a_timeout_that_of_the_transport_holds(source: Transport) -> None:
     with transport(0.2) as receiver:
         for none in (None, timedelta(0), 0):
             with pytest.raises(torchferry.CheckpointTimeout, match="timed out"):
                 receiver.recv_checkpoint(0, source.metadata(), 3, none)
 
 
-def test_a_step_may_be_sent_again_and_a_lower_one_too(
-    source: Transport[Any], receiver: Transport[Any]
-) -> None:
+def test_a_step_may_be_sent_again_and_a_lower_one_too(source: Transport, receiver: Transport) -> None:
     for content, step in enumerate((3, 3, 1)):
         if content:
             source.disallow_checkpoint()
@@ -131,7 +129,7 @@ def test_a_step_may_be_sent_again_and_a_lower_one_too(
         assert receiver.recv_checkpoint(0, source.metadata(), step, SOON) == {"content": content}
 
 
-def test_after_disallow_nothing_is_served(source: Transport[Any], receiver: Transport[Any]) -> None:
+def test_after_disallow_nothing_is_served(source: Transport, receiver: Transport) -> None:
     source.send_checkpoint([1], 3, manager_state(), SOON)
     source.disallow_checkpoint()
     source.disallow_checkpoint()
@@ -140,7 +138,7 @@ def test_after_disallow_nothing_is_served(source: Transport[Any], receiver: Tran
 
 
 def test_small_tensors_may_change_after_the_send_and_large_ones_are_not_copied(
-    source: Transport[Any], receiver: Transport[Any]
+    source: Transport, receiver: Transport
 ) -> None:
     mean, large = torch.ones(MIB // 4), torch.ones(MIB)
     source.send_checkpoint([1], 3, {"mean": mean, "again": mean, "large": large}, SOON)
@@ -153,7 +151,7 @@ def test_small_tensors_may_change_after_the_send_and_large_ones_are_not_copied(
         receiver.recv_checkpoint(0, source.metadata(), 3, SOON)
 
 
-def test_a_snapshot_may_change_as_a_whole(receiver: Transport[Any]) -> None:
+def test_a_snapshot_may_change_as_a_whole(receiver: Transport) -> None:
     state = {"large": torch.ones(MIB)}
     with transport(snapshot=True) as source:
         source.send_checkpoint([1], 3, state, SOON)
@@ -163,9 +161,7 @@ def test_a_snapshot_may_change_as_a_whole(receiver: Transport[Any]) -> None:
 
 
 @contextmanager
-def slow_reader(
-    source: Transport[Any], pool: ThreadPoolExecutor
-) -> Iterator[tuple[threading.Event, Future[Any]]]:
+def slow_reader(source: Transport, pool: ThreadPoolExecutor) -> Iterator[tuple[threading.Event, Future[Any]]]:
     """A fetch that reads until the event is set."""
     go_on, reads = threading.Event(), threading.Event()
 
@@ -182,7 +178,7 @@ def slow_reader(
         go_on.set()
 
 
-def test_disallow_waits_for_readers(source: Transport[Any], pool: ThreadPoolExecutor) -> None:
+def test_disallow_waits_for_readers(source: Transport, pool: ThreadPoolExecutor) -> None:
     state = manager_state(layer_bytes=32 * MIB)
     source.send_checkpoint([1], 3, state, SOON)
     with slow_reader(source, pool) as (go_on, fetched):
@@ -210,7 +206,7 @@ def test_disallow_drops_readers_after_its_timeout_and_never_raises(
 
 
 def test_after_shutdown_nothing_is_served_and_disallow_does_not_raise(
-    source: Transport[Any], receiver: Transport[Any]
+    source: Transport, receiver: Transport
 ) -> None:
     source.send_checkpoint([1], 3, manager_state(), SOON)
     source.shutdown()
@@ -230,7 +226,7 @@ def test_a_shutdown_that_does_not_wait_drops_readers(pool: ThreadPoolExecutor) -
 
 
 def test_a_receive_writes_in_place_and_paths_that_are_missing_here_are_fresh(
-    source: Transport[Any],
+    source: Transport,
 ) -> None:
     state = manager_state()
     state["user"]["default"]["optim"]["moments"] = {"weight": torch.ones(5)}
@@ -244,7 +240,7 @@ def test_a_receive_writes_in_place_and_paths_that_are_missing_here_are_fresh(
 
 
 def test_a_receive_takes_parts_from_several_sources_and_outlives_one(
-    source: Transport[Any], receiver: Transport[Any]
+    source: Transport, receiver: Transport
 ) -> None:
     state = {"weight": torch.arange(4 * MIB)}
     with transport() as other, transport(sources=[other.metadata()]) as knows_other:
@@ -259,13 +255,13 @@ def test_a_receive_takes_parts_from_several_sources_and_outlives_one(
         assert torch.equal(receiver.recv_checkpoint(0, both, 3, SOON)["weight"], state["weight"])
 
 
-def test_without_a_shared_token_it_is_in_the_metadata(source: Transport[Any]) -> None:
+def test_without_a_shared_token_it_is_in_the_metadata(source: Transport) -> None:
     assert len(source.metadata().partition("/#")[2]) >= 32
 
 
 @pytest.mark.parametrize("given", ["argument", "environment"])
 def test_a_shared_token_is_not_in_the_metadata(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"token": TOKEN} if given == "argument" else {}
+    options: dict[str, Any] = {"token": TOKEN} if given == "argument" else {}
     with transport() as stranger:
         if given == "environment":
             monkeypatch.setenv("TORCHFERRY_TOKEN", TOKEN)
@@ -316,7 +312,7 @@ assert two.recv_checkpoint(0, one.metadata(), 3, 5) == {"w": 1}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_it_leaves_no_thread(source: Transport[Any]) -> None:
+def test_it_leaves_no_thread(source: Transport) -> None:
     def threads() -> int:
         return sum(each.name.startswith("torchferry") for each in threading.enumerate())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,3 +265,10 @@ def test_without_pytree_only_the_metadata_of_torch_s_pgtransport_is_unsupported(
     with pytest.raises(ImportError):
         internals.pytree()
     assert transfer({"w": torch.ones(2)}).state["w"].tolist() == [1, 1]
+
+
+def test_a_backend_has_a_timeout_if_it_has_options() -> None:
+    timeout = timedelta(seconds=7)
+    assert internals.backend_timeout(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)) == timeout
+    for without in (SimpleNamespace(), SimpleNamespace(options=SimpleNamespace(_timeout=7)), None):
+        assert internals.backend_timeout(without) is None
