@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import TestCase
 
@@ -21,7 +23,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from torchft.checkpointing.transport_test import run_multi_recovery_test
 
 import torchferry
-from tests.support.children import wait_until
+from tests.support.children import child, wait_until
 from tests.support.equality import assert_same
 from torchferry.torchft import Transport
 
@@ -321,3 +323,33 @@ def test_it_leaves_no_thread(source: Transport) -> None:
         one.send_checkpoint([1], 3, manager_state(), SOON)
         source.recv_checkpoint(0, one.metadata(), 3, SOON)
     wait_until(lambda: threads() <= before)
+
+
+def read_until_stopped(pipe: Connection, metadata: str) -> None:
+    """Fetch, and stop in the middle: say so, and wait for ever."""
+
+    def hold(progress: torchferry.ProgressEvent) -> None:
+        if progress.phase == "receive tensors":
+            pipe.send("reads")
+            threading.Event().wait()
+
+    torchferry.fetch(metadata, on_progress=hold)
+
+
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize(("how", "at_most_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0)])
+def test_a_reader_that_was_killed_or_stopped_does_not_hold_up_training(
+    how: signal.Signals, at_most_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with transport(1.5) as source:
+        source.send_checkpoint([1], 3, manager_state(layer_bytes=32 * MIB), SOON)
+        with child(read_until_stopped, source.metadata()) as reader:
+            assert reader.receive() == "reads"
+            reader.signal(how)
+            began_s = time.monotonic()
+            source.disallow_checkpoint()
+            assert time.monotonic() - began_s < at_most_s
+            assert ("readers are disconnected" in caplog.text) == (how is signal.SIGSTOP)
+        # The source is as good as new.
+        source.send_checkpoint([1], 4, {"w": 1}, SOON)
+        assert source.recv_checkpoint(0, source.metadata(), 4, SOON) == {"w": 1}
