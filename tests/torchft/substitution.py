@@ -2,8 +2,8 @@
 
     TRANSPORT=Transport python -m pytest -p tests.torchft.substitution --pyargs torchft.manager_integ_test
 
-TRANSPORT is the name of a class in torchferry.torchft. SNAPSHOT=1 is for DiLoCo. `make test-torchft` runs all
-tests that concern a transport.
+TRANSPORT is the name of a class in torchferry.torchft, or "torchft" to compare with its own. SNAPSHOT=1 is for
+DiLoCo. `make test-torchft` runs all tests that concern a transport.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def substitute() -> None:
     @functools.wraps(original)
     def init(self: Any, pg: Any, *args: Any, **options: Any) -> None:
         timeout = {"timeout": options["timeout"]} if "timeout" in options else {}
-        if not options.get("checkpoint_transport"):
+        # The tests have fixed ports, which another run on this machine may use.
+        options["port"] = 0
+        if not options.get("checkpoint_transport") and os.environ["TRANSPORT"] != "torchft":
             options["checkpoint_transport"] = counting(new_transport(pg, **timeout))
         original(self, pg, *args, **options)
 
