@@ -2,8 +2,8 @@
 
     TRANSPORT=Transport python -m pytest -p tests.torchft.substitution --pyargs torchft.manager_integ_test
 
-TRANSPORT is the name of a class in torchferry.torchft, or "torchft" to compare with its own. SNAPSHOT=1 is for
-DiLoCo. `make test-torchft` runs all tests that concern a transport.
+TRANSPORT is the name of a class in torchferry.torchft, or "torchft" to compare with its own. SNAPSHOT=1 is
+for DiLoCo. `make test-torchft` runs all tests that concern a transport.
 """
 
 from __future__ import annotations
