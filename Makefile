@@ -7,6 +7,8 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 # For test-torch: make test-torch TORCH=2.15.0
 TORCH ?= 2.13.0
+# For test-torchft: make test-torchft TORCHFT=torchft-nightly
+TORCHFT ?= torchft==0.2.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 BENCH_CLUSTER_ARGS ?=
@@ -21,7 +23,7 @@ READY := $(VENV)/.torchferry-ready
 CONFORMANCE := ../shared/conformance/test_pg_transport.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench bench-docs bench-cluster test test-all test-torch faults simulate fuzz check format conformance wheel \
+.PHONY: help demo bench bench-docs bench-cluster test test-all test-torch test-torchft faults simulate fuzz check format conformance wheel \
   clean distclean
 
 help: ## list these targets
@@ -52,6 +54,9 @@ test-all: $(READY) ## run all tests but those of `make faults`
 test-torch: ## run all tests with another version of torch, in a venv of its own; TORCH=2.15.0
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(TORCH_VENV) "$(TORCH)"
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-torchft: ## run torchft's own tests with torchferry's transports, in a venv of its own; TORCHFT=torchft-nightly
+	@sh scripts/test_torchft.sh "$(PYTHON)" "$(TORCHFT)" "$(TORCH)"
 
 faults: $(READY) ## run every fault in docs/faults.md, with real processes
 	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
@@ -85,8 +90,8 @@ clean: ## remove the files that builds and tests leave
 	@rm -rf build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find src tests benchmarks examples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## remove .venv and the venvs of test-torch as well
-	@rm -rf $(VENV) .venv-torch-*
+distclean: clean ## remove .venv and the venvs of test-torch and test-torchft as well
+	@rm -rf $(VENV) .venv-torch-* .venv-torchft-*
 
 $(READY): pyproject.toml Makefile scripts/set_up_venv.sh
 	@sh scripts/set_up_venv.sh "$(PYTHON)" $(VENV)

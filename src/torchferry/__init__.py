@@ -14,6 +14,7 @@ from torchferry.engine.fetch import Fetched as Fetched
 from torchferry.engine.fetch import ProgressEvent as ProgressEvent
 from torchferry.errors import BadArgument as BadArgument
 from torchferry.errors import BadManifest as BadManifest
+from torchferry.errors import CheckpointTimeout as CheckpointTimeout
 from torchferry.errors import Corrupted as Corrupted
 from torchferry.errors import Difference as Difference
 from torchferry.errors import FerryError as FerryError

@@ -22,7 +22,8 @@
     └── LinkError                   the connection is the problem
         ├── LinkBroken              the connection is gone                     (also ConnectionError)
         ├── LinkTimeout             the deadline passed                        (also TimeoutError)
-        │   └── LinkStalled         no message completed for stall_timeout
+        │   ├── LinkStalled         no message completed for stall_timeout
+        │   └── CheckpointTimeout   … of a transport for torchft               (also RuntimeError)
         ├── Corrupted               the received bytes differ from the sent bytes
         ├── NotAuthorized           a source does not accept the token         (also PermissionError)
         ├── SourcesLost             no source is left to fetch from            (also ConnectionError)
@@ -311,6 +312,10 @@ class LinkTimeout(LinkError, TimeoutError):
 
 class LinkStalled(LinkTimeout):
     """No message completed for `stall_timeout`."""
+
+
+class CheckpointTimeout(LinkTimeout, RuntimeError):
+    """The deadline of a transport for torchft passed. `__cause__` is the error of the transfer."""
 
 
 class Corrupted(LinkError):

@@ -61,7 +61,8 @@ def fetch(
             are only in the returned state. Without `into`, tensors are fresh and on the CPU.
         name: which of a source's states.
         version: fetch exactly this version.
-        newer_than: wait for a version above this one, up to `timeout`. The transfer then has `timeout` again.
+        newer_than: wait for a version above this one, up to `timeout`. The transfer then has `timeout` again,
+            unless `version` is given too: then both share it.
         timeout: the time limit; a timedelta, or seconds.
         stall_timeout: fail with LinkStalled when no byte arrives for this long; None for never.
         verify: check every byte against the digest that was computed when the version was published. If

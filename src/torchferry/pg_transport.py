@@ -13,6 +13,7 @@ from torchferry.arguments import (
     Timeout,
     check_bool,
     check_choice,
+    check_int,
     check_state_function,
     is_int,
     require,
@@ -22,6 +23,7 @@ from torchferry.core.compare import Extra
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
 from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
+from torchferry.engine.transfer import OptionsT
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
 
@@ -75,6 +77,8 @@ class PGTransport:
             sender offers it, the receiver takes or declines it, and `last_report.via` says what was used.
             With an offer, a receiver that rejects the state does not get its bytes. Failures are the same
             either way, and break the group either way.
+        copy_up_to: copy tensors of up to this many bytes before they are sent, so that these may change
+            meanwhile. Tensors that share memory with a larger one are not copied.
 
     Raises:
         BadArgument: an argument is invalid.
@@ -99,6 +103,7 @@ class PGTransport:
         max_metadata_bytes: int = MAX_METADATA_BYTES,
         relay: bool = False,
         same_host: bool = True,
+        copy_up_to: int = 0,
     ) -> None:
         _check_group(pg)
         check_state_function(state_dict)
@@ -123,6 +128,7 @@ class PGTransport:
             stall_s=stall_s,
             verify=verify,
             same_host=same_host,
+            copy_up_to=check_int(copy_up_to, "copy_up_to", low=0),
             question="Is rank {peer} in recv_checkpoint, on the same group?",
         )
         self._receive_options = ReceiveOptions(
@@ -139,10 +145,18 @@ class PGTransport:
             question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
         )
 
-    def send_checkpoint(self, dst_ranks: Sequence[int], state_dict: object, step: int | None = None) -> None:
+    def send_checkpoint(
+        self,
+        dst_ranks: Sequence[int],
+        state_dict: object,
+        step: int | None = None,
+        *,
+        timeout: Timeout | None = None,
+    ) -> None:
         """Send a state to the given ranks of the group.
 
         The state must not change until this returns. `step` is sent along, for receivers that ask for one.
+        `timeout` replaces that of the transport.
 
         Each call matches one `recv_checkpoint` on each receiver. If the call raises Unsendable, the matching
         receive raises PeerGaveUp with the reason. A receiver that passes `step` ignores refusals for other
@@ -164,13 +178,15 @@ class PGTransport:
         peers = [self._check_peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} lists a rank twice")
-        options = replace(self._send_options, step=_check_step(step))
+        options = _for_call(self._send_options, timeout, step=_check_step(step))
         self.last_report = send_state(self._link, peers, state_dict, options, self._workspace)
 
-    def recv_checkpoint(self, src_rank: int, step: int | None = None) -> object:
+    def recv_checkpoint(
+        self, src_rank: int, step: int | None = None, *, timeout: Timeout | None = None
+    ) -> object:
         """Receive the state that the given rank of the group sends, and return it.
 
-        With `step`, the sender must have sent that step.
+        With `step`, the sender must have sent that step. `timeout` replaces that of the transport.
 
         Raises:
             BadArgument: the rank is not another member of the group (also a ValueError).
@@ -187,7 +203,7 @@ class PGTransport:
         self.last_report = None
         peer, size = self._check_peer(src_rank), size_of(self._pg)
         members = None if size is None else range(size)
-        options = replace(self._receive_options, step=_check_step(step), members=members)
+        options = _for_call(self._receive_options, timeout, step=_check_step(step), members=members)
         state, self.last_report = receive_state(self._link, peer, options, self._workspace)
         return state
 
@@ -204,6 +220,13 @@ class PGTransport:
         if rank == own:
             raise BadArgument(f"rank {rank} is this process itself: pass another rank")
         return rank
+
+
+def _for_call(options: OptionsT, timeout: Timeout | None, **changes: Any) -> OptionsT:
+    """Return the options of one transfer, which may have a timeout of its own."""
+    if timeout is not None:
+        changes["timeout_s"] = seconds(timeout, "timeout")
+    return replace(options, **changes)
 
 
 def _check_group(pg: Any) -> None:

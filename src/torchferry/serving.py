@@ -114,6 +114,8 @@ class Source:
         snapshot: bool = True,
         timeout: Timeout = 30.0,
         readers: Readers = "wait",
+        *,
+        copy_up_to: int = 0,
     ) -> None:
         """Serve a state as a new version of a name. Readers of the version before finish undisturbed.
 
@@ -130,6 +132,9 @@ class Source:
                 until nobody reads the oldest. After a version that is not a snapshot, the next one waits for
                 its readers.
             readers: "wait" for readers of versions that must go, or "drop" (disconnect) them.
+            copy_up_to: with `snapshot=False`, copy tensors of up to this many bytes all the same, so that
+                these may change, like the buffers of BatchNorm in a forward pass. Tensors that share memory
+                with a larger one are not copied.
 
         Raises:
             BadArgument: an argument is invalid, or the version is not above the current one.
@@ -141,6 +146,7 @@ class Source:
         """
         arguments.check_int(version, "version")
         arguments.check_bool(snapshot, "snapshot")
+        arguments.check_int(copy_up_to, "copy_up_to", low=0)
         deadline_s = time.monotonic() + self._check(name, timeout, readers)
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
@@ -150,7 +156,9 @@ class Source:
         try:
             self._shelf.check_version(name, version)
             self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
-            published = publish(state, version, self._workspace, memory, snapshot=snapshot)
+            published = publish(
+                state, version, self._workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
+            )
             self._shelf.put(name, published, deadline_s - time.monotonic(), readers)
         finally:
             publishing.release()

@@ -1,5 +1,6 @@
 """sync and broadcast_state: every rank of a process group calls them, and those behind catch up."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from torchferry.engine.coordination import CALLED, Coordinator, Member
 from torchferry.engine.published import digest_leaves
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
-from torchferry.links.address import group_host, parse_address
+from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.memory import CPU
@@ -164,7 +165,9 @@ class _Call:
             raise BadArgument(
                 "the group has no store: pass a group that init_process_group or new_group made"
             )
-        self._source = Source(group_host() if host is None else arguments.check_str(host, "host"))
+        self._source = Source(
+            own_host(os.environ.get("MASTER_ADDR")) if host is None else arguments.check_str(host, "host")
+        )
         self._target = 0
         self._described: Description | None = None
 

@@ -265,6 +265,12 @@ def backend_name(backend: Any) -> str | None:
     return None
 
 
+def backend_timeout(backend: Any) -> timedelta | None:
+    """Return the timeout of one of torch's backends; None without `options._timeout`."""
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
 def neg_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor with the neg bit flipped. Without `_neg_view`, a negated copy."""
     return torch._neg_view(tensor) if hasattr(torch, "_neg_view") else -tensor

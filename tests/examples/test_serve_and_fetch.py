@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.running import ROOT, Run, running
 
-EXAMPLES = ["inference_follows_trainer.py", "join_from_outside.py", "resume.py"]
+EXAMPLES = ["inference_follows_trainer.py", "join_from_outside.py", "resume.py", "torchft_train.py"]
 MAX_LINES = 80
 
 
@@ -50,3 +50,13 @@ def test_followers_have_the_last_version_and_the_trainer_does_not_wait_for_them(
         for follower in ("fast", "slow", "unlucky, restarted"):
             assert f"{follower}: has version 30, after" in run.output
         assert "unlucky: has version" not in run.output
+
+
+@pytest.mark.slow
+def test_a_replica_group_of_torchft_is_killed_and_its_replacement_healed() -> None:
+    with running("torchft_train.py") as run:
+        assert_passed(
+            run,
+            r"group 1 was killed after step 5, and is started again",
+            r"its replacement was healed: version \d+: 1,618,720 of 1,618,720 bytes moved",
+        )

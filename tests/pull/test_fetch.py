@@ -74,6 +74,22 @@ def _slow_down(event: ProgressEvent) -> None:
         time.sleep(0.5)
 
 
+def test_the_wait_for_one_version_and_its_transfer_share_the_timeout() -> None:
+    def on_exchange(exchange: Exchange) -> None:
+        if exchange.step == "chunks":
+            exchange.hold()
+        exchange.relay()
+
+    with Source() as source, Proxy(source.address, on_exchange) as proxy, ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        fetching = pool.submit(fetch, proxy.address, version=2, newer_than=1, timeout=1.0)
+        time.sleep(0.6)
+        source.publish(filled(1), version=2)
+        with pytest.raises(TimeoutError):
+            fetching.result(timeout=10)
+        assert time.monotonic() - began < 1.5
+
+
 def test_a_source_that_dies_ends_the_wait_for_a_newer_version() -> None:
     source = serve({"a": 7}, version=7)
     with ThreadPoolExecutor(1) as pool:

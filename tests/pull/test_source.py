@@ -487,3 +487,16 @@ def test_a_source_that_is_not_used_is_told_so_and_keeps_no_reader() -> None:
         assert fetch([old.address, new.address]).version == 2
         wait_until(lambda: [reader.state for reader in old.status().readers] == ["failed"], "it is not told")
         assert "not used: it serves version 1, not 2" in old.status().readers[0].reason
+
+
+def test_small_tensors_of_a_live_state_may_change_if_they_are_copied() -> None:
+    state = {"mean": torch.ones(8), "weight": torch.ones(MIB)}
+    with torchferry.Source() as source:
+        with pytest.raises(torchferry.BadArgument, match="copy_up_to"):
+            source.publish(state, version=1, copy_up_to=-1)
+        source.publish(state, version=1, snapshot=False, copy_up_to=1024)
+        state["mean"].zero_()
+        assert torchferry.fetch(source.address).state["mean"].tolist() == [1.0] * 8
+        state["weight"].zero_()
+        with pytest.raises(torchferry.PeerGaveUp, match="weight"):
+            torchferry.fetch(source.address)

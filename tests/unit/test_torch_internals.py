@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,3 +285,10 @@ def test_without_private_lookups_the_store_of_a_group_is_found_otherwise(
     assert (one.get("key"), two.get("key")) == (b"1", b"2")
     monkeypatch.delenv("MASTER_ADDR")
     assert internals.store_of(SimpleNamespace()) is None
+
+
+def test_a_backend_has_a_timeout_if_it_has_options() -> None:
+    timeout = timedelta(seconds=7)
+    assert internals.backend_timeout(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)) == timeout
+    for without in (SimpleNamespace(), SimpleNamespace(options=SimpleNamespace(_timeout=7)), None):
+        assert internals.backend_timeout(without) is None

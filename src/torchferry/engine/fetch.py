@@ -251,7 +251,7 @@ class _Fetch(Phases):
         if grant is None:
             raise self._why_none(until_s)
         logger.debug("%s: version %d, root %s", self._name, grant.version, grant.root)
-        if wanted.newer_than is not None:
+        if wanted.newer_than is not None and wanted.version is None:
             self._deadline_s = time.monotonic() + self.options.timeout_s
         return grant
 

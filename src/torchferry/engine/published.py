@@ -127,9 +127,15 @@ class Published:
 
 
 def publish(
-    state: object, version: int, workspace: Workspace, memory: SnapshotMemory, *, snapshot: bool
+    state: object,
+    version: int,
+    workspace: Workspace,
+    memory: SnapshotMemory,
+    *,
+    snapshot: bool,
+    copy_up_to: int = 0,
 ) -> Published:
-    """Describe and hash a state, and copy it if `snapshot`.
+    """Describe and hash a state, and copy it if `snapshot`, or else its tensors of up to `copy_up_to` bytes.
 
     Raises Unsendable if it can't be sent, StateChanged if it changed meanwhile, and StateError if there is no
     memory for the copy.
@@ -137,6 +143,8 @@ def publish(
     # All tensors are read here, after the work that the current streams of accelerators still have to do. So
     # other threads, with other streams, need no event to read them later.
     described = describe(state, objects=read_objects(state))
+    if copy_up_to and not snapshot:
+        described = described.with_copies(copy_up_to)
     encoded = metadata.encode(described.manifest, workspace.cache)
     # Only a state of more than 256 GiB has larger chunks.
     sizes = [PULL_CHUNK_BYTES << shift for shift in (0, 2, 4, 6)]

@@ -64,7 +64,7 @@ class SendOptions(TransferOptions):
 
     With `relay`, receivers forward it. With `allow_pickle`, leaves that torchferry can't encode are pickled.
     A payload of at most `hash_first_bytes` is hashed before it is sent. With `same_host`, memory is offered
-    for a payload of at least `offer_from_bytes`.
+    for a payload of at least `offer_from_bytes`. Tensors of up to `copy_up_to` bytes are copied first.
     """
 
     relay: bool = False
@@ -73,6 +73,7 @@ class SendOptions(TransferOptions):
     pack_from: int = PACK_FROM
     hash_first_bytes: int = HASH_FIRST_BYTES
     offer_from_bytes: int = OFFER_FROM_BYTES
+    copy_up_to: int = 0
 
 
 def send_state(
@@ -125,6 +126,8 @@ class _Send(Transfer[SendOptions]):
         try:
             # Whatever can't be sent is found here, before anything is sent.
             description = describe(state, pickle=dump_leaf if self._options.allow_pickle else None)
+            if self._options.copy_up_to:
+                description = description.with_copies(self._options.copy_up_to)
             encoded = metadata.encode(description.manifest, self._workspace.cache)
             plan = self._plan(encoded)
             self._content = encoded.manifest, plan

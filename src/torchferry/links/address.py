@@ -2,6 +2,7 @@
 
 import fcntl
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from torchferry.errors import BadArgument, NotAuthorized
+
+logger = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^][:@/#?]+))(?::([0-9]{1,5}))?")  # [IPv6] or name, and port
 ANY_HOST = "0.0.0.0", "::"
@@ -135,35 +138,48 @@ def reachable_host(listener: socket.socket) -> str:
     host: str = listener.getsockname()[0]
     if host not in ANY_HOST:
         return host
-    routed = host_towards("192.0.2.1" if host == "0.0.0.0" else "2001:db8::1")
-    if routed is not None:
-        return routed
+    with suppress(OSError):
+        return _own_address_towards("192.0.2.1" if host == "0.0.0.0" else "2001:db8::1")
     # Without a default route, take the first interface that has an address.
     lookup = _ipv4_address if host == "0.0.0.0" else _ipv6_address
     found = [lookup(name) for _, name in socket.if_nameindex() if name != "lo"]
     return next(filter(None, found), "127.0.0.1" if host == "0.0.0.0" else "::1")
 
 
-def group_host() -> str:
-    """Return where the members of a process group can reach this one: an interface or an address.
+def own_host(*peers: str | None) -> str:
+    """Return where a member of a job listens so that the other members can reach it.
 
-    The interface of GLOO_SOCKET_IFNAME, or else the address that routes to MASTER_ADDR, or else loopback.
+    That is the first interface of GLOO_SOCKET_IFNAME if that is set, or else this machine's address towards
+    the first of `peers` that is given and has a route, or else loopback. A peer is a host, `HOST:PORT` or a
+    URL.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return interface or host_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return interface
+    for peer in filter(None, peers):
+        try:
+            return _own_address_towards(peer)
+        except (OSError, ValueError) as error:
+            logger.warning("%r has no address that this machine can reach: %s", peer, error)
+    return "127.0.0.1"
 
 
-def host_towards(peer: str) -> str | None:
-    """Return this machine's address on the route to a peer; None if there is no peer or no route."""
-    if not peer:
-        return None
-    # Connecting a datagram socket sends nothing. It only chooses the own address for that destination.
-    with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, where in socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+def _own_address_towards(peer: str) -> str:
+    """Return the own address from which packets to a peer are sent; raises OSError or ValueError."""
+    if peer.count(":") > 1 and "[" not in peer and "//" not in peer:
+        peer = f"[{peer}]"
+    host = urlsplit(peer if "//" in peer else f"//{peer}").hostname
+    failure = OSError("it names no host")
+    for family, kind, protocol, _, where in (
+        socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ()
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                # Connecting a datagram socket sends nothing. It only chooses the own address.
                 probe.connect(where)
                 return str(probe.getsockname()[0])
-    return None
+            except OSError as error:
+                failure = error
+    raise failure
 
 
 def _ipv4_address(interface: str) -> str | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 from torchferry.links.base import PROBE_TAG, Link, SharedState
-from torchferry.torch_internals import backend_name, backend_of
+from torchferry.torch_internals import backend_name, backend_of, backend_timeout
 
 _MAX_WAIT_S = 365 * 24 * 3600.0
 """Backends count nanoseconds in 64 bits. A wait of 300 years would overflow, and end at once."""
@@ -177,6 +177,11 @@ def rank_in(group: Any) -> int | None:
 def size_of(group: Any) -> int | None:
     """Return the number of ranks of a group; None if the group does not know it."""
     return _number(innermost(group), "size")
+
+
+def timeout_in(group: Any, device: torch.device) -> timedelta | None:
+    """Return the timeout of the group behind wrappers; None if it does not know it."""
+    return backend_timeout(backend_of(innermost(group), device))
 
 
 def _is_from_torch(group: Any) -> bool:

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchferry.tensors.kinds import kind_of
 from torchferry.tensors.kinds.dense import describe_many
 from torchferry.tensors.kinds.ndarray import NDARRAY, numpy_class
 from torchferry.tensors.kinds.quantized import QUANTIZED
-from torchferry.tensors.memory import CPU, Memory
+from torchferry.tensors.memory import CPU, Memory, strided
 from torchferry.tensors.objects import PlacedObjects, ReadObject, ReadObjects
 from torchferry.tensors.storages import check_tensor, find_storages
 from torchferry.tensors.values import to_wire
@@ -72,6 +73,34 @@ class Description:
         """List the tensors whose version counters changed since they were described."""
         pairs = zip(self.current_versions(), self.versions, strict=True)
         return [number for number, (version, earlier) in enumerate(pairs) if version != earlier]
+
+    def with_copies(self, up_to_bytes: int) -> "Description":
+        """Return this description with copies of its small tensors, so that these may change.
+
+        Tensors that share a storage share its copy. So a storage is copied as a whole, or not if one of its
+        tensors is larger or most of its bytes are in no tensor.
+        """
+        specs, sizes = self.manifest.tensors, self.manifest.storages
+        members: list[list[int]] = [[] for _ in sizes]
+        for number, spec in enumerate(specs):
+            members[spec.storage].append(number)
+        memories, tensors, versions = list(self.memories), list(self.tensors), list(self.versions)
+        copied: set[int] = set()
+        for storage, (nbytes, numbers) in enumerate(zip(sizes, members, strict=True)):
+            used = [prod(specs[number].shape) * specs[number].itemsize for number in numbers]
+            if nbytes <= up_to_bytes or (max(used) <= up_to_bytes and nbytes <= 2 * sum(used)):
+                copy = strided(memories[storage], torch.uint8, 0, (nbytes,), (1,)).clone()
+                memories[storage] = Memory(copy.untyped_storage(), 0, memories[storage].device)
+                copied.update(numbers)
+                for number in numbers:
+                    tensors[number], versions[number] = copy, versions_of([copy])[0]
+        return replace(
+            self,
+            memories=tuple(memories),
+            tensors=tuple(tensors),
+            versions=versions,
+            uncounted=self.uncounted - copied,
+        )
 
 
 def describe(

@@ -12,9 +12,9 @@ import pytest
 from torchferry.errors import BadArgument
 from torchferry.links.address import (
     Address,
-    group_host,
     is_token,
     listen,
+    own_host,
     parse_address,
     parse_host,
     reachable_host,
@@ -228,22 +228,54 @@ def test_a_fixed_port_can_be_used_again_at_once() -> None:
         assert again.getsockname()[1] == port
 
 
-class TestTheHostForAGroup:
-    @pytest.fixture(autouse=True)
-    def _no_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        monkeypatch.delenv("MASTER_ADDR", raising=False)
+@pytest.fixture
+def _no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
-    def test_is_the_interface_of_gloo(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-        monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-        assert group_host() == "lo"
 
-    def test_is_the_address_that_routes_to_the_master(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MASTER_ADDR", "localhost")
-        assert group_host() in ("127.0.0.1", "::1")
+@pytest.mark.usefixtures("_no_interface")
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        ((), "127.0.0.1"),
+        ((None, ""), "127.0.0.1"),
+        (("127.0.0.1",), "127.0.0.1"),
+        (("127.0.0.5:29500",), "127.0.0.1"),
+        (("http://127.0.0.1:29510",), "127.0.0.1"),
+        (("::1",), "::1"),
+        (("[::1]:80",), "::1"),
+        (("http://[::1]:80/path",), "::1"),
+        ((None, "http://[::1]:29510", "127.0.0.1"), "::1"),
+    ],
+)
+def test_the_own_host_is_the_address_towards_the_first_peer(
+    peers: tuple[str | None, ...], expected: str
+) -> None:
+    # 127.0.0.5 is loopback too, and packets to it are sent from 127.0.0.1 or from itself.
+    assert own_host(*peers) in (expected, "127.0.0.5" if "127.0.0.5" in str(peers) else expected)
 
-    @pytest.mark.parametrize("master", ["", "no-such-host.invalid"])
-    def test_is_loopback_otherwise(self, monkeypatch: pytest.MonkeyPatch, master: str) -> None:
-        monkeypatch.setenv("MASTER_ADDR", master)
-        assert group_host() == "127.0.0.1"
+
+@pytest.mark.usefixtures("_no_interface")
+def test_the_own_host_towards_another_network_is_what_the_route_says() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no default route")
+        expected = probe.getsockname()[0]
+    assert own_host("http://192.0.2.1:29510") == expected
+
+
+@pytest.mark.usefixtures("_no_interface")
+def test_a_peer_without_an_address_is_logged_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    for wrong in ("no-such-host.invalid:80", "http://", "http://[::1"):
+        caplog.clear()
+        assert own_host(wrong, "::1") == "::1"
+        assert "has no address" in caplog.text
+
+
+def test_the_interface_of_gloo_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert own_host("192.0.2.1") == "lo"
+    with listen(own_host("192.0.2.1"), 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

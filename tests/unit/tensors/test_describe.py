@@ -11,7 +11,8 @@ import torch
 
 from torchferry.core.manifest import OPAQUE, PICKLED
 from torchferry.errors import Unsendable
-from torchferry.tensors.describe import describe, describe_target
+from torchferry.tensors.describe import Description, describe, describe_target
+from torchferry.tensors.memory import tensor_over
 
 COUNT = 40
 """Enough tensors to be described in one step."""
@@ -96,3 +97,56 @@ def test_a_tensor_whose_memory_torch_hides_is_refused_with_its_path() -> None:
 
     with pytest.raises(Unsendable, match=r"model\.row: a tensor without accessible memory"):
         torch.vmap(send)(torch.ones(2, 3))
+
+
+LIMIT = 1 << 20
+
+
+def bytes_in(described: Description, number: int) -> bytes:
+    """Return the bytes of a tensor, as a source reads them."""
+    spec = described.manifest.tensors[number]
+    return tensor_over(described.memories[spec.storage], spec).clone().numpy().tobytes()
+
+
+def test_small_tensors_are_copied_and_large_ones_are_not() -> None:
+    small, large = (
+        torch.arange(LIMIT // 4, dtype=torch.int32),
+        torch.arange(LIMIT // 4 + 1, dtype=torch.int32),
+    )
+    before = small.numpy().tobytes()
+    copied = describe({"small": small, "large": large}).with_copies(LIMIT)
+    small.zero_()
+    assert bytes_in(copied, 0) == before
+    assert copied.changed_tensors() == []
+    large.zero_()
+    assert copied.changed_tensors() == [1]
+    assert not any(bytes_in(copied, 1))
+
+
+def test_copied_tensors_share_the_memory_that_they_shared() -> None:
+    tied, base = torch.ones(3), torch.arange(10)
+    tree = {"a": tied, "b": tied, "head": base[1:4], "tail": base[2:], "array": base.numpy()[:2]}
+    described = describe(tree)
+    copied = described.with_copies(LIMIT)
+    assert copied.manifest is described.manifest
+    assert len(copied.memories) == len(described.memories) == 2
+    tied.zero_()
+    base.zero_()
+    specs = copied.manifest.tensors
+    found = [tensor_over(copied.memories[spec.storage], spec).tolist() for spec in specs]
+    # The array of two items is described as bytes.
+    assert found == [[1, 1, 1], [1, 2, 3], [2, 3, 4, 5, 6, 7, 8, 9], [[0] * 8, [1, *[0] * 7]]]
+    assert copied.changed_tensors() == []
+    assert not copied.uncounted
+
+
+def test_small_tensors_of_one_large_buffer_are_copied_unless_most_of_it_is_unused() -> None:
+    buffer = torch.ones(LIMIT)  # 4 MiB
+    tight = describe(list(buffer.split(LIMIT // 8))).with_copies(LIMIT)
+    sparse = describe([buffer[:8], buffer[-8:]]).with_copies(LIMIT)
+    mixed = describe([buffer[:8], buffer[8:]]).with_copies(LIMIT)
+    buffer.zero_()
+    assert tight.changed_tensors() == []
+    assert bytes_in(tight, 0) == torch.ones(LIMIT // 8).numpy().tobytes()
+    assert sparse.changed_tensors() == [0, 1]
+    assert mixed.changed_tensors() == [0, 1]
