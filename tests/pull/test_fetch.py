@@ -96,6 +96,17 @@ def test_a_wanted_version_that_is_not_there_is_told_at_once() -> None:
             assert time.monotonic() - began < 1
 
 
+def test_a_version_that_no_source_has_is_told_even_if_others_can_not_be_reached() -> None:
+    dead = "http://127.0.0.1:9/#no-token-is-needed-here"
+    with serve({"a": 7}, version=7) as source:
+        with pytest.raises(LookupError, match="not version 8") as caught:
+            fetch([dead, source.address], version=8, timeout=20)
+        assert "127.0.0.1:9: Connection refused" in str(caught.value)
+        with pytest.raises(PermissionError, match="does not accept the token"):
+            fetch([dead, source.address + "x"], timeout=20)
+        assert fetch([dead, source.address], version=7).version == 7
+
+
 # What it returns and reports.
 
 

@@ -616,6 +616,16 @@ def test_the_rings_of_live_states_are_limited_and_freed() -> None:
         wait_until(lambda: len(shared_memory_of()) <= before, 5.0)
 
 
+def test_a_ring_that_is_too_large_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The receiver would allocate all of it.
+    monkeypatch.setattr(http_server, "MAX_SLOT_BYTES", 2 * http_server.MAX_SLOT_BYTES)
+    with serve(filled(7), 1, snapshot=False) as source:
+        got = fetch(source.address, timeout=20)
+        assert_same(got.state, filled(7))
+        assert report_of(got).via == "tcp"
+        assert "ring has" in report_of(got).why_tcp
+
+
 # Processes that die, fork, are interrupted.
 
 

@@ -64,6 +64,9 @@ _LANES = 2
 _FAILED_S = 0.25
 """How long a fetch that failed tries to tell the sources why."""
 
+_REFUSED_S = 2.0
+"""How long a fetch that refused a state tries to tell the sources why: also those on another continent."""
+
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -332,7 +335,9 @@ class _Fetch(Phases):
             self._in_thread(landing.apply, finish=True)
         finally:
             receiving.stop()
-            landing.sink.increment_versions()
+            # Otherwise autograd, and readers of these tensors, would take them for changed.
+            if landing.sink.has_written:
+                landing.sink.increment_versions()
 
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: what was not verified may be a mixture."""
@@ -456,7 +461,8 @@ class _Fetch(Phases):
         if result is not None:
             granted = [source for source in self._sources.all if source.grant is not None]
             with suppress(FerryError):
-                self._sources.tell(granted, result, _FAILED_S)
+                patience_s = _REFUSED_S if result.outcome == "refused" else _FAILED_S
+                self._sources.tell(granted, result, patience_s)
         self._sources.shut_down()
 
     def forget_errors(self) -> None:

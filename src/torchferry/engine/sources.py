@@ -237,8 +237,11 @@ class Sources:
         listed = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
         # A version that was granted and is gone is a lost source, not a wrong argument.
         kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
+        answers = [error for error in errors if not isinstance(error, LinkBroken)]
         for kind in (*kinds, LinkTimeout, PeerGaveUp, BadManifest, Corrupted):
-            if len(errors) == len(given) and all(isinstance(error, kind) for error in errors):
+            # Of a token or a version, those that can't be reached say nothing.
+            found = answers if kind in kinds else errors
+            if len(errors) == len(given) and found and all(isinstance(error, kind) for error in found):
                 is_listed = len(errors) > 1 and kind is not Corrupted
                 return kind(listed) if is_listed else errors[0]
         if is_late:
@@ -287,7 +290,7 @@ _running: weakref.WeakSet[Sources] = weakref.WeakSet()
 
 @atexit.register
 def _end_fetches() -> None:
-    """End the threads of fetches: Python ends those that are left, and if one is in torch's code, it aborts."""
+    """End the threads of fetches: Python ends those that are left, and aborts if one is in torch's code."""
     found = list(_running)
     for sources in found:
         sources.shut_down()
