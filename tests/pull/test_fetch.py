@@ -110,6 +110,18 @@ def test_a_version_that_no_source_has_is_told_even_if_others_can_not_be_reached(
 # What it returns and reports.
 
 
+def test_a_fetch_that_is_complete_just_in_time_is_confirmed() -> None:
+    began_s = time.monotonic()
+
+    def use_up_the_time(event: ProgressEvent) -> None:
+        if event.phase == "assemble":
+            time.sleep(max(began_s + 1.05 - time.monotonic(), 0.0))
+
+    with serve(filled(7), version=7) as source:
+        assert fetch(source.address, timeout=1.0, on_progress=use_up_the_time).report.confirmed
+        assert [reader.state for reader in source.status().readers] == ["confirmed"]
+
+
 def test_into_may_be_a_state_or_a_function() -> None:
     local = filled(0)
     with serve(filled(5), version=1) as source:

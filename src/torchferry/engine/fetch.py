@@ -354,7 +354,8 @@ class _Fetch(Phases):
         # A source that is known to be too slow is told, but not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
         result = Result("confirmed", verified=self.options.verify)
-        timeout_s = min(_CONFIRM_S, self._left_s())
+        # A fetch that was complete just in time has a moment left.
+        timeout_s = min(_CONFIRM_S, max(self._left_s(), _FAILED_S))
         untold = self._in_thread(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]
         if unsure and not self.options.verify and not self._is_committed:
