@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import torch
 
 from torchferry.core.pull import MAX_NAME_CHARACTERS
+from torchferry.core.text import without_token
 from torchferry.errors import BadArgument
 
 Timeout = timedelta | float
@@ -16,7 +17,7 @@ Timeout = timedelta | float
 def require(is_valid: bool, name: str, expected: str, value: object) -> None:
     """Raise BadArgument unless an argument is valid."""
     if not is_valid:
-        raise BadArgument(f"{name} must be {expected}, not {value!r}")
+        raise BadArgument(f"{name} must be {expected}, not {without_token(repr(value))}")
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -91,6 +92,7 @@ def seconds(timeout: Timeout, name: str) -> float:
             raise TypeError
         found = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError, OverflowError):
-        raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {timeout!r}") from None
+        shown = without_token(repr(timeout))
+        raise BadArgument(f"{name} must be a timedelta or a number of seconds, not {shown}") from None
     require(0 < found <= timedelta.max.total_seconds(), name, "positive and finite", timeout)
     return found

@@ -112,7 +112,30 @@ def test_a_wanted_version_that_is_not_there_is_told_at_once() -> None:
             assert time.monotonic() - began < 1
 
 
+def test_a_version_that_no_source_has_is_told_even_if_others_can_not_be_reached() -> None:
+    dead = "http://127.0.0.1:9/#no-token-is-needed-here"
+    with serve({"a": 7}, version=7) as source:
+        with pytest.raises(LookupError, match="not version 8") as caught:
+            fetch([dead, source.address], version=8, timeout=20)
+        assert "127.0.0.1:9: Connection refused" in str(caught.value)
+        with pytest.raises(PermissionError, match="does not accept the token"):
+            fetch([dead, source.address + "x"], timeout=20)
+        assert fetch([dead, source.address], version=7).version == 7
+
+
 # What it returns and reports.
+
+
+def test_a_fetch_that_is_complete_just_in_time_is_confirmed() -> None:
+    began_s = time.monotonic()
+
+    def use_up_the_time(event: ProgressEvent) -> None:
+        if event.phase == "assemble":
+            time.sleep(max(began_s + 1.05 - time.monotonic(), 0.0))
+
+    with serve(filled(7), version=7) as source:
+        assert fetch(source.address, timeout=1.0, on_progress=use_up_the_time).report.confirmed
+        assert [reader.state for reader in source.status().readers] == ["confirmed"]
 
 
 def test_into_may_be_a_state_or_a_function() -> None:

@@ -57,6 +57,7 @@ from torchferry.core import leases
 from torchferry.errors import FerryError, SourcesLost
 from torchferry.links import http_server, shared_memory, sockets
 from torchferry.links.address import parse_address
+from torchferry.links.ring import MAX_SLOT_BYTES
 from torchferry.links.shared_memory import SharedBlock
 
 MIB = 1 << 20
@@ -614,6 +615,16 @@ def test_the_rings_of_live_states_are_limited_and_freed() -> None:
         for connection in reader.connections:
             connection.close()
         wait_until(lambda: len(shared_memory_of()) <= before, 5.0)
+
+
+def test_a_ring_that_is_too_large_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The receiver would allocate all of it.
+    monkeypatch.setattr(http_server, "MAX_SLOT_BYTES", 2 * MAX_SLOT_BYTES)
+    with serve(filled(7), 1, snapshot=False) as source:
+        got = fetch(source.address, timeout=20)
+        assert_same(got.state, filled(7))
+        assert report_of(got).via == "tcp"
+        assert "ring has" in report_of(got).why_tcp
 
 
 # Processes that die, fork, are interrupted.

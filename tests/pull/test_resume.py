@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchferry
 from tests.support.proxy import Exchange, Proxy, with_longer_length
 from tests.support.pull import (
     LAYERS,
@@ -35,6 +36,57 @@ from torchferry.errors import (
     SourcesLost,
     TornAndBroken,
 )
+
+LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], ...]] = {
+    "transposed here": (lambda t: {"w": t}, lambda t: {"w": t.t().clone().t()}),
+    "transposed there": (lambda t: {"w": t.t()}, lambda t: {"w": t.t().clone()}),
+    "gaps here": (lambda t: {"w": t}, lambda t: {"w": t.repeat_interleave(2, dim=1)[:, ::2]}),
+    "gaps there": (lambda t: {"w": t[:, ::2]}, lambda t: {"w": t[:, ::2].clone()}),
+    "tied there": (lambda t: {"a": t, "b": t}, lambda t: {"a": t.clone(), "b": t.clone()}),
+    "small": (
+        lambda t: {"a": t[:9, :9].clone().t(), "b": t[0].clone()},
+        lambda t: {"a": t[:9, :9].t().clone(), "b": t[0].clone()},
+    ),
+    "conjugated there": (
+        lambda t: {"w": torch.view_as_complex(t.view(-1, 2)).conj()},
+        lambda t: {"w": torch.view_as_complex(t.view(-1, 2)).conj().resolve_conj()},
+    ),
+}
+"""A state at the source, and one with the same values but another layout here."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_another_layout_are_compared_too(layout: str) -> None:
+    there, here = LAYOUTS[layout]
+    values = torch.randn(700, 2048)
+    local = here(values)
+    with torchferry.serve(there(values), version=1) as source:
+        report = torchferry.fetch(source.address, into=local, compare=True, timeout=20).report
+        assert (report.bytes_moved, report.bytes_skipped) == (0, report.bytes_total)
+        for tensor in local.values():
+            tensor[(-1,) * tensor.dim()] += 1
+            got = torchferry.fetch(source.address, into=local, timeout=20)
+            assert 0 < got.report.bytes_moved <= min(2 * MIB, got.report.bytes_total)
+            assert all(map(torch.equal, local.values(), there(values).values()))
+
+
+def test_tensors_that_were_not_written_do_not_count_as_changed() -> None:
+    local = {"w": torch.zeros(8 * MIB)}
+
+    def stop(event: torchferry.ProgressEvent) -> None:
+        if event.bytes_moved:
+            raise ZeroDivisionError
+
+    with torchferry.serve({"w": torch.ones(8 * MIB)}, version=1) as source:
+        with pytest.raises(ZeroDivisionError):
+            torchferry.fetch(source.address, into=local, atomic=True, on_progress=stop)
+        assert local["w"]._version == 0
+        assert not local["w"].any()
+        torchferry.fetch(source.address, into=local)
+        assert local["w"]._version == 1
+        assert torchferry.fetch(source.address, into=local, compare=True).report.bytes_moved == 0
+        assert local["w"]._version == 1
+
 
 SMALL = 8 * MIB
 """The size of a layer: 64 MiB in all."""

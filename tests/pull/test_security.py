@@ -501,3 +501,15 @@ def test_a_context_for_clients_is_refused_at_once() -> None:
     # It would fail with the first connection.
     with pytest.raises(ValueError, match="tls is a context for clients"):
         Source(tls=ssl.create_default_context())
+
+
+@pytest.mark.parametrize("argument", ["host", "port", "advertise", "token", "version", "timeout", "name"])
+def test_an_address_that_is_passed_as_something_else_is_not_shown(argument: str) -> None:
+    token = "a-secret-that-nobody-sees"
+    address = f"http://127.0.0.1:9/#{token}" + ("x" * 200 if argument == "name" else "")
+    call: Any = Source
+    if argument in ("version", "timeout", "name"):
+        call = partial(torchferry.fetch, address)
+    with pytest.raises(torchferry.BadArgument) as caught:
+        call(**{argument: address})
+    assert token not in "".join(traceback.format_exception(caught.value))

@@ -186,3 +186,44 @@ def trickle(exchange: Exchange) -> None:
 def unused_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         return int(unused.getsockname()[1])
+
+
+def test_a_slow_source_does_not_hold_up_the_end() -> None:
+    def trickle(exchange: Exchange) -> None:
+        if exchange.step != "chunks":
+            exchange.relay()
+            return
+        exchange.send_request(exchange.request)
+        exchange.receive_head()
+        exchange.send_head(exchange.head)
+        for _ in range(exchange.body_bytes >> 17):
+            exchange.relay_body(128 << 10)
+            time.sleep(0.1)  # so a chunk takes 0.8 s
+
+    state = {"w": torch.arange(8 << 20)}
+    with (
+        torchferry.serve(state, version=1) as fast,
+        torchferry.serve(state, version=1) as other,
+        DetailedProxy(other.address, trickle) as slow,
+    ):
+        began_s = time.monotonic()
+        got = torchferry.fetch([fast.address, slow.address], timeout=60)
+        took_s = time.monotonic() - began_s
+        assert torch.equal(got.state["w"], state["w"])
+        assert took_s < 5, "the slow source was asked for at least 8 chunks"
+
+
+def test_a_source_far_away_is_told_that_its_state_was_refused() -> None:
+    def delay(data: bytes) -> None:
+        if b"/result" in data:
+            time.sleep(0.5)
+
+    with (
+        torchferry.serve({"w": torch.zeros(3)}, version=1) as source,
+        proxy(source.address, delay) as address,
+        pytest.raises(torchferry.StateMismatch),
+    ):
+        torchferry.fetch(address, into={"w": torch.zeros(4)}, timeout=20)
+    (reader,) = source.status().readers
+    assert reader.state == "refused"
+    assert "shape" in reader.reason

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 
 REQUEST_BYTES = 8 << 20
 """How much a lane asks for at once, unless that takes less than REQUEST_S. A slow source that has been asked
@@ -71,13 +72,16 @@ class Backoff:
 class _Asked:
     """The chunks that a lane was asked for and has not delivered. `began_s` is the start of the first.
 
-    `peer_s` is how long another receiver may be silent; None for a source.
+    `peer_s` is how long another receiver may be silent; None for a source. When the lane was asked last, at
+    `asked_s`, it had `queued` chunks to deliver.
     """
 
     chunks: deque[int]
     began_s: float
     heard_s: float
     peer_s: float | None
+    asked_s: float = 0.0
+    queued: int = 0
 
 
 class Schedule:
@@ -96,6 +100,7 @@ class Schedule:
         self._needed_bytes = sum(sizes[chunk] for run in self._needed for chunk in run)
         self._asked: dict[int, _Asked] = {}
         self._chunk_s: float | None = None  # how long a chunk usually takes
+        self._lane_s: dict[int, float] = {}  # the same, by lane
 
     @property
     def is_done(self) -> bool:
@@ -130,6 +135,7 @@ class Schedule:
         self._needed_bytes -= nbytes
         asked = self._asked.setdefault(lane, _Asked(deque(), now_s, now_s, peer_s))
         asked.chunks.extend(range(run.start, end))
+        asked.asked_s, asked.queued = now_s, len(asked.chunks)
         return range(run.start, end)
 
     def heard(self, lane: int, heard_s: float) -> None:
@@ -143,7 +149,8 @@ class Schedule:
         assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which they were asked for"
         asked.chunks.popleft()
         took_s = now_s - asked.began_s
-        self._chunk_s = took_s if self._chunk_s is None else 0.8 * self._chunk_s + 0.2 * took_s
+        self._chunk_s = _average(self._chunk_s, took_s)
+        self._lane_s[lane] = _average(self._lane_s.get(lane), took_s)
         asked.began_s = asked.heard_s = now_s
         if not asked.chunks:
             del self._asked[lane]
@@ -157,7 +164,11 @@ class Schedule:
 
     def overdue(self, now_s: float) -> list[int]:
         """List the lanes that have been silent for too long, or take too long for a chunk."""
-        return [lane for lane, asked in self._asked.items() if self._late_s(asked) <= now_s]
+        return [
+            lane
+            for lane, asked in self._asked.items()
+            if min(self._late_s(asked), self._last_late_s(lane, asked)) <= now_s
+        ]
 
     def _late_s(self, asked: _Asked) -> float:
         silent_s = OVERDUE_S
@@ -168,6 +179,20 @@ class Schedule:
         if asked.peer_s is not None:
             silent_s = min(max(asked.peer_s, usual_s), OVERDUE_S)
         return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
+
+    def _last_late_s(self, lane: int, asked: _Asked) -> float:
+        """Return when the last chunk of a lane is late, if other lanes have nothing else to do.
+
+        They could have delivered it: by then all that was before it too, at the speed of the fastest.
+        """
+        others_s = [chunk_s for other, chunk_s in self._lane_s.items() if other != lane]
+        if self._needed or not others_s or asked.peer_s is not None:
+            return inf
+        return asked.asked_s + asked.queued * _SLOW * min(others_s) + OVERDUE_S
+
+
+def _average(average_s: float | None, took_s: float) -> float:
+    return took_s if average_s is None else 0.8 * average_s + 0.2 * took_s
 
 
 def _runs(chunks: Iterable[int]) -> Iterable[range]:

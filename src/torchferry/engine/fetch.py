@@ -72,6 +72,9 @@ _DIFFERING = 4
 _FAILED_S = 0.25
 """How long a fetch that failed tries to tell the sources why."""
 
+_REFUSED_S = 2.0
+"""How long a fetch that refused a state tries to tell the sources why: also those on another continent."""
+
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -343,9 +346,9 @@ class _Fetch(Phases):
         needed: list[Chunk] = []
         differing: Counter[int] = Counter()  # by storage, in a row
         for chunk in chunks:
-            places = sink.storages_of(chunk)
-            storage = places[0]
-            is_changed = all(place in changed for place in places)
+            storages = sink.storages_of(chunk)
+            storage = storages[0]
+            is_changed = all(each in changed for each in storages)
             if is_changed and differing[storage] >= _DIFFERING:
                 needed.append(chunk)
             elif self._differs(sink, chunk, digests, known):
@@ -392,7 +395,9 @@ class _Fetch(Phases):
             self._in_thread(landing.apply, finish=True)
         finally:
             receiving.stop()
-            landing.sink.increment_versions()
+            # Otherwise autograd, and readers of these tensors, would take them for changed.
+            if landing.sink.has_written:
+                landing.sink.increment_versions()
 
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: what was not verified may be a mixture."""
@@ -428,7 +433,8 @@ class _Fetch(Phases):
         # A source that is known to be too slow is told, but not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
         result = Result("confirmed", verified=self.options.verify)
-        timeout_s = min(_CONFIRM_S, self._left_s())
+        # A fetch that was complete just in time has a moment left.
+        timeout_s = min(_CONFIRM_S, max(self._left_s(), _FAILED_S))
         untold = self._in_thread(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]
         if unsure and not self.options.verify and not self._is_committed:
@@ -539,7 +545,8 @@ class _Fetch(Phases):
         if result is not None:
             granted = [source for source in self._sources.all if source.grant is not None]
             with suppress(FerryError):
-                self._sources.tell(granted, result, _FAILED_S)
+                patience_s = _REFUSED_S if result.outcome == "refused" else _FAILED_S
+                self._sources.tell(granted, result, patience_s)
         self._sources.shut_down()
 
     def forget_errors(self) -> None:

@@ -49,6 +49,7 @@ from torchferry.tensors.memory import (
     copy_items,
     gather,
     new_memory,
+    read_items,
     run_of,
     scatter,
     view_of,
@@ -192,28 +193,67 @@ class Sink:
     def digest(self, chunk: Chunk, staging: Staging, only_in: Collection[int] | None = None) -> int | None:
         """Return the digest that a chunk would have if it were read from the local state now.
 
-        None if that is not known, because a piece is not copied as it is to one local tensor, or if a piece
-        lies in another storage than those in `only_in`.
+        None if that is not known, because a piece shares bytes with other tensors of another layout, or is
+        not copied to the local state, or lies in another storage than those in `only_in`.
         """
         if self.local is None:
             return None
-        storages = self.storages_of(chunk)
-        if any(storage < 0 or (only_in is not None and storage not in only_in) for storage in storages):
+        places = [self.destinations.of(piece) for piece in chunk.pieces]
+        if not all(self._is_readable(each, only_in) for each in places):
             return None
-        buffer = self.read(chunk, staging)
-        found = digest(buffer)
-        if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
-            staging.give_back(buffer)
+        found: int | None = None
+        # Tensors that are tied only at the source go to several places. All must hold the same.
+        for copy in range(max(len(each.direct) or 1 for each in places)):
+            buffer = self._read_copy(self.local, chunk, places, copy, staging)
+            earlier, found = found, digest(buffer)
+            if len(chunk.pieces) > 1 or chunk.pieces[0].repeats or not places[0].direct:
+                staging.give_back(buffer)
+            if copy and found != earlier:
+                return None
         return found
 
+    def _is_readable(self, place: Destinations, only_in: Collection[int] | None) -> bool:
+        """Return whether a piece can be read back from each of its places, and all are in known storages."""
+        if place.itemwise and (place.direct or len(place.itemwise) > 1 or not place.itemwise[0].covers):
+            return False
+        storages = self._storages(place)
+        return bool(storages) and all(
+            storage >= 0 and (only_in is None or storage in only_in) for storage in storages
+        )
+
     def storages_of(self, chunk: Chunk) -> list[int]:
-        """Return the local storage of each piece; a negative number if it is not copied as it is to one."""
+        """List the local storages that a chunk is written to. A negative number is scratch memory."""
         if self.destinations.identical:
             return [piece.storage for piece in chunk.pieces]
-        places = [self.destinations.of(piece) for piece in chunk.pieces]
+        places = map(self.destinations.of, chunk.pieces)
+        return [storage for place in places for storage in self._storages(place)]
+
+    def _storages(self, place: Destinations) -> list[int]:
+        assert self.local is not None, "only local tensors are compared"
+        tensors = self.local.manifest.tensors
         return [
-            each.direct[0].storage if len(each.direct) == 1 and not each.itemwise else -1 for each in places
+            *(each.storage for each in place.direct),
+            *(tensors[each.local].storage for each in place.itemwise),
         ]
+
+    def _read_copy(
+        self, local: Description, chunk: Chunk, places: Sequence[Destinations], copy: int, staging: Staging
+    ) -> torch.Tensor:
+        """Return the bytes of a chunk, from the place of each piece that has this number or is the last."""
+        if not any(each.itemwise for each in places):
+            return self._read_from(
+                [each.direct[min(copy, len(each.direct) - 1)] for each in places], chunk, staging
+            )
+        buffer = staging.take(chunk.nbytes)
+        flats = buffer.split([piece.nbytes for piece in chunk.pieces])
+        for piece, place, flat in zip(chunk.pieces, places, flats, strict=True):
+            if place.itemwise:
+                items = place.itemwise[0]
+                theirs, ours = self.manifest.tensors[items.incoming], local.manifest.tensors[items.local]
+                read_items(flat, piece, theirs, local.memories[ours.storage], ours)
+            else:
+                gather([self._memory(place.direct[min(copy, len(place.direct) - 1)])], [piece], flat)
+        return buffer
 
     def can_read(self, chunk: Chunk) -> bool:
         """Return whether every piece of a chunk is copied as it is to some tensor."""
@@ -221,7 +261,12 @@ class Sink:
 
     def read(self, chunk: Chunk, staging: Staging) -> torch.Tensor:
         """Return the bytes of a chunk from where they were written: a tensor's memory, or a buffer."""
-        memories = [self._memory(self.destinations.of(piece).direct[0]) for piece in chunk.pieces]
+        return self._read_from(
+            [self.destinations.of(piece).direct[0] for piece in chunk.pieces], chunk, staging
+        )
+
+    def _read_from(self, places: Sequence[Direct], chunk: Chunk, staging: Staging) -> torch.Tensor:
+        memories = [self._memory(place) for place in places]
         if len(memories) == 1 and not chunk.pieces[0].repeats:
             return run_of(memories[0], chunk.pieces[0]).cpu()
         buffer = staging.take(chunk.nbytes)

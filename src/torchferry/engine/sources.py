@@ -237,8 +237,11 @@ class Sources:
         listed = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
         # A version that was granted and is gone is a lost source, not a wrong argument.
         kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
+        answers = [error for error in errors if not isinstance(error, LinkBroken)]
         for kind in (*kinds, LinkTimeout, PeerGaveUp, BadManifest, Corrupted):
-            if len(errors) == len(given) and all(isinstance(error, kind) for error in errors):
+            # Of a token or a version, those that can't be reached say nothing.
+            found = answers if kind in kinds else errors
+            if len(errors) == len(given) and found and all(isinstance(error, kind) for error in found):
                 is_listed = len(errors) > 1 and kind is not Corrupted
                 return kind(listed) if is_listed else errors[0]
         if is_late:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from torchferry.core.text import without_token
 from torchferry.errors import BadArgument, NotAuthorized
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def parse_host(text: str, port: int) -> tuple[str, int]:
     """
     found = _HOST.fullmatch(f"[{text}]" if text.count(":") > 1 and "[" not in text else text)
     if found is None or not _is_host(text) or not 0 < int(found[3] or 1) <= 65535:
-        raise BadArgument(f"advertise must be HOST or HOST:PORT, not {text!r}")
+        raise BadArgument(f"advertise must be HOST or HOST:PORT, not {without_token(repr(text))}")
     return found[1] or found[2], int(found[3] or port)
 
 
@@ -130,7 +131,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(where[:2], family=family, backlog=1024)
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BadArgument(f"can't listen on host {host!r}, port {port}: {reason}") from None
+        shown = without_token(repr(host))
+        raise BadArgument(f"can't listen on host {shown}, port {port}: {reason}") from None
 
 
 def reachable_host(listener: socket.socket) -> str:

@@ -22,7 +22,7 @@ from torchferry.links import sockets
 from torchferry.links.address import Address
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
-from torchferry.links.ring import SLOTS, Ring
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
 from torchferry.links.shared_memory import close_all, map_received, populate, sealed_bytes
 
 _MAX_WAIT_S = 1e9
@@ -209,9 +209,10 @@ class HttpConnection:
     def _open_ring(self) -> None:
         with self._using_memory() as descriptor:
             if self._ring is None:
+                # All of it is allocated when it is mapped.
+                if not SLOTS <= (held := sealed_bytes(descriptor)) <= SLOTS * MAX_SLOT_BYTES:
+                    raise OSError(f"the source's ring has {held} bytes")
                 memory = map_received(descriptor)
-                if memory.nbytes < SLOTS:
-                    raise OSError(f"the source's ring has {memory.nbytes} bytes")
                 populate(memory.address, memory.nbytes, writable=False)
                 self._ring = Ring(self._sock, memory, fills=False)
 

@@ -7,7 +7,7 @@ So copies are bit-exact for every dtype, need no kernel for rare dtypes, and are
 import ctypes
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import gcd
 from operator import add, gt, mul
@@ -257,9 +257,30 @@ def write_items(
 ) -> None:
     """Write one piece of an incoming tensor into a local tensor of another layout.
 
+    With `covers`, the tensor is the whole extent, so the piece's position in it tells which items the piece
+    holds. Otherwise their addresses do.
+    """
+    for items, local in _boxes_of(buffer, piece, theirs, memory, ours, covers=covers)[1]:
+        local.copy_(_reread(items, theirs, ours))
+
+
+def read_items(
+    buffer: torch.Tensor, piece: Piece, theirs: TensorSpec, memory: Memory, ours: TensorSpec
+) -> None:
+    """Read a piece, of a tensor that is the whole extent, from a local tensor of another layout."""
+    copied, boxes = _boxes_of(buffer, piece, theirs, memory, ours, covers=True)
+    for items, local in boxes:
+        items.copy_(_reread(local, ours, theirs))
+    buffer.copy_(copied)
+
+
+def _boxes_of(
+    buffer: torch.Tensor, piece: Piece, theirs: TensorSpec, memory: Memory, ours: TensorSpec, *, covers: bool
+) -> tuple[torch.Tensor, Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a copy of a piece's bytes, and its items there and in a local tensor of another layout.
+
     Items arrive in the order of their addresses at the sender. A piece's range of items is split into a few
-    boxes, and each box is one strided copy. With `covers`, the tensor is the whole extent, so the piece's
-    position in it tells which items the piece holds. Otherwise their addresses do.
+    boxes, and each box is one strided copy.
     """
     dims = memory_order(theirs)
     assert dims is not None, "a tensor whose items have no order in memory is not written item by item"
@@ -280,11 +301,17 @@ def write_items(
     copied = torch.empty(misaligned + buffer.numel(), dtype=torch.uint8, device=buffer.device)
     copied[misaligned:].copy_(buffer)
     source = Memory(copied.untyped_storage(), misaligned, buffer.device)
+    last_item = sum((n - 1) * step for n, step in zip(ours.shape, ours.stride, strict=True))
+    check_held(memory.storage, memory.base + ours.offset + (last_item + 1) * size)
     # Dimensions of size one and expanded dimensions have no items of their own.
     others = [d for d in range(len(theirs.shape)) if d not in dims]
     target = _raw_over(memory, ours).permute((*dims, *others))
-    for start, lengths in split_into_boxes(shape, first, end):
-        box = tuple(slice(at, at + length) for at, length in zip(start, lengths, strict=True))
-        offset = tensor_start + size * sum(map(mul, start, stride)) - piece_start
-        items = strided(source, _RAW[size], offset, lengths, stride)
-        target[box].copy_(_reread(items, theirs, ours)[(..., *[None] * len(others))])
+
+    def boxes() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start, lengths in split_into_boxes(shape, first, end):
+            box = tuple(slice(at, at + length) for at, length in zip(start, lengths, strict=True))
+            offset = tensor_start + size * sum(map(mul, start, stride)) - piece_start
+            items = strided(source, _RAW[size], offset, lengths, stride)
+            yield items[(..., *[None] * len(others))], target[box]
+
+    return copied[misaligned:], boxes()

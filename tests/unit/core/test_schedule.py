@@ -109,6 +109,34 @@ def test_a_lane_that_is_never_silent_but_far_slower_than_usual_is_overdue() -> N
     assert schedule.overdue(1.51) == [0], "four times 0.1 s, and a second"
 
 
+def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
+    schedule = Schedule([1 << 20] * 16, range(16))
+    assert schedule.take(0, 2, 0.0) == range(2)
+    for chunk in range(2):
+        schedule.landed(0, chunk, 0.01 * (chunk + 1))
+    while schedule.has_more:
+        schedule.take(1, 1, 0.1)
+    # It is far slower than the other lane, but never silent, and no chunk takes 1 s.
+    for number, chunk in enumerate(range(2, 16)):
+        if schedule.overdue(0.5 * number):
+            break
+        schedule.landed(1, chunk, 0.5 * number)
+    assert 1.0 < 0.5 * number <= 2.0, "14 chunks take the other lane 0.14 s, and four times that is allowed"
+
+
+def test_a_lane_that_is_as_fast_as_the_others_does_not_hold_up_the_end() -> None:
+    schedule = Schedule([1 << 20] * 16, range(16))
+    schedule.take(0, 2, 0.0)
+    for chunk in range(2):
+        schedule.landed(0, chunk, 0.5 * (chunk + 1))
+    while schedule.has_more:
+        schedule.take(1, 1, 0.0)
+    for number, chunk in enumerate(range(2, 16), 1):
+        assert schedule.overdue(0.5 * number) == []
+        schedule.landed(1, chunk, 0.5 * number)
+    assert schedule.is_done
+
+
 def test_no_lane_is_slow_before_the_first_chunk_has_landed() -> None:
     schedule = Schedule([1] * 4, range(4))
     schedule.take(0, 1, 0.0)
