@@ -57,6 +57,9 @@ from torchferry.tensors.memory import (
 )
 from torchferry.tensors.objects import rules_of
 
+_ONE_PLACE = Destinations((Direct(0, 0),))
+"""Stands for the places of all pieces, if each has one."""
+
 _PIECES_AT_ONCE = 1024
 """How many pieces are written between two checks for cancellation."""
 
@@ -198,9 +201,14 @@ class Sink:
         """
         if self.local is None:
             return None
-        places = [self.destinations.of(piece) for piece in chunk.pieces]
-        if not all(self._is_readable(each, only_in) for each in places):
-            return None
+        if self.destinations.identical:
+            if only_in is not None and any(piece.storage not in only_in for piece in chunk.pieces):
+                return None
+            places = [_ONE_PLACE]
+        else:
+            places = [self.destinations.of(piece) for piece in chunk.pieces]
+            if not all(self._is_readable(each, only_in) for each in places):
+                return None
         found: int | None = None
         # Tensors that are tied only at the source go to several places. All must hold the same.
         for copy in range(max(len(each.direct) or 1 for each in places)):
@@ -240,6 +248,8 @@ class Sink:
         self, local: Description, chunk: Chunk, places: Sequence[Destinations], copy: int, staging: Staging
     ) -> torch.Tensor:
         """Return the bytes of a chunk, from the place of each piece that has this number or is the last."""
+        if self.destinations.identical:
+            return self.read(chunk, staging)
         if not any(each.itemwise for each in places):
             return self._read_from(
                 [each.direct[min(copy, len(each.direct) - 1)] for each in places], chunk, staging
