@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 import torch
 
 from torchferry.core.pull import MAX_NAME_CHARACTERS
-from torchferry.core.text import without_token
 from torchferry.errors import BadArgument
+from torchferry.links.address import without_token
 
 Timeout = timedelta | float
 

@@ -20,7 +20,7 @@ SEEDS = count("SEEDS", full=2000, quick=500)
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 SEEDS_OF_A_MUTATION = 400
 FIRST_SEED_OF = {
-    "bytes_that_are_sent_do_not_keep_a_lease": 1000,
+    "bytes_that_are_sent_do_not_keep_a_lease": 6600,
     "an_overdue_source_is_asked_again_at_once": 1000,
 }
 """The first seed for a mutation that few seeds detect."""

@@ -3,14 +3,12 @@
 A peer chooses its keys and names. They must not fill a log, forge a line in it, or take long to format.
 """
 
-import re
 from itertools import islice
 
 MAX_CHARACTERS = 200
 _MAX_ITEMS = 6
 _MAX_DEPTH = 3
 _EQUAL_CHARACTERS_SHOWN = 14
-_TOKEN = re.compile(r"(://[^\s'\"#]*#)[^\s'\"]+")
 
 
 def show(value: object, depth: int = 0) -> str:
@@ -73,12 +71,3 @@ def show_difference(one: str, two: str) -> tuple[str, str]:
     before = "…" if start else ""
     shown = [before + show_name(text[start:end]) + ("…" if end < len(text) else "") for text in (one, two)]
     return shown[0], shown[1]
-
-
-def without_token(text: str) -> str:
-    """Hide the token of an address that was passed as something else.
-
-    >>> without_token("'http://host:7000/#0123456789abcdef'")
-    "'http://host:7000/#…'"
-    """
-    return _TOKEN.sub(r"\1…", text)

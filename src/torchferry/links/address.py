@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from torchferry.core.text import without_token
 from torchferry.errors import BadArgument, NotAuthorized
 
 logger = logging.getLogger(__name__)
 
+_TOKEN = re.compile(r"(://[^\s'\"#]*#)[^\s'\"]+")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^][:@/#?]+))(?::([0-9]{1,5}))?")  # [IPv6] or name, and port
 ANY_HOST = "0.0.0.0", "::"
 """What listens on all addresses of a machine."""
@@ -197,3 +197,12 @@ def _ipv6_address(interface: str) -> str | None:
             if name == interface and scope != _LINK_LOCAL:
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
     return None
+
+
+def without_token(text: str) -> str:
+    """Hide the token of an address that was passed as something else.
+
+    >>> without_token("'http://host:7000/#0123456789abcdef'")
+    "'http://host:7000/#…'"
+    """
+    return _TOKEN.sub(r"\1…", text)
