@@ -62,8 +62,8 @@ _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
 _GRACE_S = 1.0
-"""How long a rank waits for an answer after its deadline: the coordinator answers at its own deadline, with the
-ranks that are missing. Also the timeout of short requests."""
+"""How long a rank waits for an answer after its deadline: the coordinator answers at its own deadline, with
+the ranks that are missing. Also the timeout of short requests."""
 
 CALLED = "called"
 """In the store, in place of an address: the rank has called, but its call is over."""
