@@ -258,7 +258,7 @@ class HttpServer:
             poll = select.poll()
             poll.register(found.sock, select.POLLIN)
             try:
-                # A client sends nothing before it has the answer, so its socket is readable only if it is gone.
+                # A client sends nothing before it has the answer: its socket is readable only if it is gone.
                 return not poll.poll(0) or bool(found.sock.recv(1, socket.MSG_PEEK))
             except OSError:
                 return False
