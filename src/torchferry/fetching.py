@@ -49,16 +49,16 @@ def fetch(
 ) -> Fetched:
     """Fetch a state from one or several sources, and return it with its version and a report.
 
-    The state is compared before any of its bytes is requested, and every byte is verified before the fetch
-    counts it. All sources that serve the same state deliver chunks; one that dies costs only its unfinished
-    chunks. When this returns, the sources know that this process has the version.
+    The states are compared before any chunk is requested, and every chunk is verified. All sources that serve
+    the same state deliver chunks. If one dies, only its unfinished chunks are requested again, from another.
+    Before this returns, it confirms to the sources that this process has the version: `report.confirmed`.
 
     Args:
         addresses: the `address` of a source, or several of them.
-        into: a state, or a function that returns one. Its tensors are written in place. Objects in it, which
-            have `state_dict` and `load_state_dict`, are loaded and are in the returned state; all but modules
-            take what the source has, whatever `strict` and `extra` say. Other values that are not tensors
-            are only in the returned state. Without `into`, tensors are fresh and on the CPU.
+        into: a state, or a function that returns one. Its tensors are written in place. Objects in it with
+            `state_dict` and `load_state_dict` are loaded, and are in the returned state. All of them except
+            modules take what the source has, whatever `strict` and `extra` say. Other values that are not
+            tensors are only in the returned state. Without `into`, tensors are fresh and on the CPU.
         name: which of a source's states.
         version: fetch exactly this version.
         newer_than: wait for a version above this one, up to `timeout`. The transfer then has `timeout` again,
@@ -69,23 +69,24 @@ def fetch(
             False, changes of a state that is served live are found by torch's version counters only.
         strict: with `into`, whether both sides must have the same paths. If False, paths that only the local
             state has keep their values.
-        atomic: with `into`, receive beside the state, and write when everything is verified. A failure then
-            leaves the state as it was. This takes as much memory again as the bytes that are fetched, and
-            with objects also that of a copy of the local state, which they get back if one can't be loaded.
+        atomic: with `into`, receive into separate memory, and write when everything is verified. A failure
+            then leaves the state as it was. This needs as much extra memory as the bytes that are fetched.
+            With objects, it also needs a copy of the local state, to restore it if an object can't be loaded.
         extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
-        compare: hash what `into` holds, and fetch only chunks that differ. "auto" does that if an earlier
-            fetch wrote to these tensors, but soon stops in a tensor that was overwritten since.
+        compare: hash what `into` holds, and fetch only chunks that differ. "auto" hashes only tensors that an
+            earlier fetch wrote. If one was overwritten since, it stops after the first chunks that differ.
         via: how bytes travel: "tcp"; "memory", for sources on the same machine and of the same user; or None
             for memory where that is possible, and TCP elsewhere.
         tls: a context for https: which certificates to trust, and a client certificate.
         max_metadata_bytes: the longest metadata that is accepted.
         on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
             raises, the fetch ends with that exception. With `atomic`, it is not called while the verified
-            state is being written, because nothing but Ctrl-C may end the fetch then; Ctrl-C waits for it.
+            state is being written, because it must not end the fetch then. Ctrl-C takes effect afterwards.
         reshare: serve verified chunks to other receivers that reshare, and fetch from these where possible.
-            The source then sends the state about once in all. True listens on the interface through which
-            the source was reached. A Source uses its port; with TLS, it must be a Source.
-        linger: with `reshare`, how long to serve those that still take chunks, after this has returned.
+            The source then sends the state about once in total. With True, this process listens on the
+            interface through which it reached the source. With a Source, it uses the port of that; TLS needs
+            a Source.
+        linger: with `reshare`, how long to serve receivers that still take chunks after this has returned.
         mesh: the DeviceMesh of fresh DTensors, as for `PGTransport`.
 
     Raises:
@@ -95,13 +96,13 @@ def fetch(
         NotAuthorized: the token is wrong or missing (also a PermissionError).
         SourcesLost: no source can be reached, or all died; says why for each (also a ConnectionError).
         LinkTimeout: the timeout or `stall_timeout` passed (also a TimeoutError).
-        Corrupted: every source delivered damaged bytes again and again.
+        Corrupted: every source delivered damaged bytes repeatedly.
         PeerError: what a source sent can't be used, or its state changed.
-        TargetTorn: one of these after local tensors were written; lists the paths, and has it as its cause.
-        StateError: there is no memory for the state; or with `atomic`, an object refused it.
+        TargetTorn: one of these happened after local tensors were written. It is the cause; lists the paths.
+        StateError: there is not enough memory; or with `atomic`, the `load_state_dict` of an object raised.
     """
     given: Any = [addresses] if isinstance(addresses, str) else addresses
-    # The message does not show the value, which may have tokens.
+    # The message does not show the value, which may contain tokens.
     if not isinstance(given, Iterable) or isinstance(given, bytes) or not (given := list(given)):
         raise BadArgument("addresses must be an address, or a list of at least one")
     found = list(dict.fromkeys(map(parse_address, given)))
@@ -144,6 +145,6 @@ def fetch(
 
 
 @lru_cache(maxsize=1)
-def _workspace(process: int) -> Workspace:
-    """Return what all fetches of a process share. A forked child gets its own, because locks may be held."""
+def _workspace(pid: int) -> Workspace:
+    """Return the workspace of all fetches of a process. A forked child gets its own: locks may be held."""
     return Workspace(CPU)

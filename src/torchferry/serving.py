@@ -53,12 +53,13 @@ class Source:
         host: the address, host name or network interface ("eth0") to listen on. By default only processes of
             this machine can connect.
         port: the port; 0 for any that is free.
-        advertise: the host, or HOST:PORT, that `address` names instead of its own: behind NAT, or for DNS.
-        token: what receivers must know; by default 256 random bits. It is a part of `address`.
+        advertise: the host, or HOST:PORT, to put into `address` instead of the one that this listens on: for
+            a source behind NAT, or a DNS name.
+        token: the secret that receivers must send; by default 256 random bits. It is a part of `address`.
         tls: a context with a certificate, for `https`.
 
     Raises:
-        BadArgument: an argument is invalid, or nothing can listen there.
+        BadArgument: an argument is invalid, or this machine can't listen on the host and port.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Source:
         self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
         self._shelf = Shelf(lambda connection: self._server.disconnect(connection))
         listeners, local_name = [listener], None
-        # Not every system has Unix sockets without files.
+        # Not every system has abstract Unix sockets, which need no file.
         with suppress(OSError):
             name = secrets.token_hex(16)
             listeners.append(listen_locally(name))
@@ -117,7 +118,7 @@ class Source:
         *,
         copy_up_to: int = 0,
     ) -> None:
-        """Serve a state as a new version of a name. Readers of the version before finish undisturbed.
+        """Serve a state as a new version of a name. Readers of the previous version finish undisturbed.
 
         Args:
             state: any state that `PGTransport` can send. It may also hold objects with `state_dict` and
@@ -125,12 +126,12 @@ class Source:
             version: an int above the current version of the name, normally the training step.
             name: the name that receivers ask for.
             snapshot: copy the state, so that it may change when this returns. The copy's memory is used again
-                for later versions. If False, the state is served where it is. Then it must not change until
-                `withdraw`, `close` or the next `publish` returns. A change is found, and fails its readers:
-                by digest, or for readers with `verify=False` by torch's version counters only.
+                for later versions. If False, the state is served from its own memory, and must not change
+                until `withdraw`, `close` or the next `publish` returns. If it does, its readers fail: the
+                digests reveal it, or with `verify=False` only torch's version counters.
             timeout: how long to wait for readers. At most two versions are in memory, so a third one waits
-                until nobody reads the oldest. After a version that is not a snapshot, the next one waits for
-                its readers.
+                until the oldest has no readers. If the current version is not a snapshot, the next one waits
+                for its readers.
             readers: "wait" for readers of versions that must go, or "drop" (disconnect) them.
             copy_up_to: with `snapshot=False`, copy tensors of up to this many bytes all the same, so that
                 these may change, like the buffers of BatchNorm in a forward pass. Tensors that share memory
@@ -141,7 +142,7 @@ class Source:
             Unsendable: something in the state can't be sent.
             StateChanged: the state changed while it was being published.
             ReadersRemain: readers did not finish in time (also a TimeoutError); names them. If they read an
-                earlier version that is not a snapshot, the new version is served all the same.
+                earlier version that is not a snapshot, the new version is served nevertheless.
             StateError: there is no memory for the copy.
         """
         arguments.check_int(version, "version")
@@ -152,7 +153,7 @@ class Source:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
         left_s = max(deadline_s - time.monotonic(), 0.0)
         if not publishing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
-            raise ReadersRemain([], f"another thread publishes {name!r} and did not finish in time")
+            raise ReadersRemain([], f"another thread is publishing {name!r} and did not finish in time")
         try:
             self._shelf.check_version(name, version)
             self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
@@ -164,7 +165,7 @@ class Source:
             publishing.release()
 
     def withdraw(self, name: str = "state", timeout: Timeout = 30.0, readers: Readers = "wait") -> None:
-        """Stop serving a name, and return when nobody reads it.
+        """Stop serving a name, and return when it has no readers.
 
         Raises:
             BadArgument: an argument is invalid.
@@ -172,7 +173,7 @@ class Source:
         """
         timeout_s = self._check(name, timeout, readers)
         with self._lock:
-            # The memory of its snapshots is freed with the last of them.
+            # The memory is freed when the last snapshot in it is.
             self._names.pop(name, None)
         self._shelf.withdraw(name, timeout_s, readers)
 
@@ -199,7 +200,7 @@ class Source:
             BadArgument: the timeout is invalid.
         """
         timeout_s = arguments.seconds(timeout, "timeout")
-        # Readers may connect once more, to confirm.
+        # The server closes last: a reader connects once more to confirm.
         self._shelf.close(timeout_s)
         self._server.close()
         with self._lock:
@@ -216,7 +217,7 @@ class Source:
         return replace(self._address, token=token).url
 
     def is_connected(self, connection: int) -> bool:
-        """Return whether a client of a handler that waits for an answer is still there."""
+        """Return whether a client that waits for the answer of a handler is still connected."""
         return self._server.is_connected(connection)
 
     def close_inherited(self) -> None:
@@ -257,7 +258,7 @@ def serve(
     The arguments are those of `Source` and `Source.publish`.
 
     Raises:
-        BadArgument: an argument is invalid, or nothing can listen there.
+        BadArgument: an argument is invalid, or this machine can't listen on the host and port.
         Unsendable: something in the state can't be sent.
         StateChanged: the state changed while it was being published.
         StateError: there is no memory for the copy.

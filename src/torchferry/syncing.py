@@ -1,4 +1,4 @@
-"""sync and broadcast_state: every rank of a process group calls them, and those behind catch up."""
+"""sync and broadcast_state: every rank of a process group calls them, and ranks that are behind catch up."""
 
 import os
 import threading
@@ -35,18 +35,19 @@ T = TypeVar("T")
 Role = Literal["source", "receiver", "idle"]
 
 _MAX_SOURCES = 16
-"""From how many ranks one rank fetches at the same time."""
+"""The most ranks from which one rank fetches a bundle at the same time."""
 
 _STORE_S = 5.0
-"""How long the group's store may take for one answer."""
+"""How long to wait for one answer of the group's store."""
 
 
 @dataclass(frozen=True)
 class Synced:
     """What `sync` did on this rank.
 
-    `role` is "receiver" if this rank took something, "source" if it served something, or else "idle".
-    `report` is that of a receiver's fetch. `failed` has the ranks that were lost or failed, with the reasons.
+    `role` is "receiver" if this rank fetched something, "source" if it only served, and "idle" otherwise.
+    `report` describes the fetch of a receiver; it is None on other ranks. `failed` maps each rank that was
+    lost or failed to the reason.
     """
 
     version: int
@@ -71,18 +72,18 @@ def sync(
 
     Ranks that have the highest version serve their state, and all others fetch it from all of them at once,
     in place. A rank takes each shard of a DTensor from a rank that holds the same shard. This returns when
-    all ranks that were behind have confirmed. The state must not change meanwhile. Ranks are those in the
-    group.
+    all ranks that were behind have confirmed. The state must not change meanwhile. All ranks here are ranks
+    in the group, not global ranks.
 
     Args:
         state: the state of this rank, as for `serve` and `fetch`.
         version: which version this rank has, normally its training step; None if it has nothing.
         group: the process group; the default group if None. Only its store is used, not its collectives.
         timeout: the time limit; a timedelta, or seconds.
-        atomic: receive beside the state, and write when everything is verified, as in `fetch`.
+        atomic: receive into separate memory, and write when everything is verified, as in `fetch`.
         trust: if ranks that have the highest version differ, take the values of this rank.
         per_rank: paths, such as "loader", that are not compared between ranks. A rank that is behind takes
-            what is there from the lowest rank that has the highest version.
+            the values at these paths from the lowest rank that has the highest version.
         host: the address, host name or interface to listen on. By default the interface of
             GLOO_SOCKET_IFNAME, or else the address that routes to MASTER_ADDR, or else loopback.
 
@@ -92,9 +93,9 @@ def sync(
         ReplicasDiffer: ranks that have the highest version differ; lists ranks and paths.
         PartsLost: no rank has some part of a tensor; lists every part (also a LookupError).
         LinkTimeout: a rank did not call this in time, or the time limit passed (also a TimeoutError).
-        LinkBroken: the ranks lost each other (also a ConnectionError).
+        LinkBroken: the group's store failed, or no other rank can be reached (also a ConnectionError).
         Unsendable: something in this rank's state can't be sent.
-        FerryError: what `fetch` raises, on a rank that is behind. The others return with `failed`.
+        FerryError: what `fetch` raises, on a rank whose fetch failed. The others list it in `failed`.
     """
     if version is not None:
         arguments.check_int(version, "version")
@@ -163,7 +164,7 @@ class _Call:
         self._store = store_of(group)
         if self._store is None:
             raise BadArgument(
-                "the group has no store: pass a group that init_process_group or new_group made"
+                "the group has no store: pass a group that init_process_group or new_group returned"
             )
         self._source = Source(
             own_host(os.environ.get("MASTER_ADDR")) if host is None else arguments.check_str(host, "host")
@@ -195,7 +196,10 @@ class _Call:
             self._source.close(timeout=0.01)
 
     def _take_steps(self, member: Member, address: str) -> Synced:
-        """Take each step that the coordinator's answer asks for. After its loss, the next one asks again."""
+        """Take the step that each answer of the coordinator asks for, until the sync is finished.
+
+        If the coordinator is lost, the next one may ask for the same steps again.
+        """
         global_rank = dist.get_rank() if dist.is_initialized() else self._rank
         own = Join(global_rank, self._version, self._called, self._trust, address, self._source.address)
         order, state, report = Order(-1), self._state, None
@@ -242,7 +246,7 @@ class _Call:
         )
 
     def _serve(self, shares: Sequence[Share]) -> None:
-        assert self._described is not None, "an answer follows what it answers"
+        assert self._described is not None, "the coordinator sends an Order after the rank sent Has"
         found, values = occurrences(self._described.manifest), self._described.values
         for share in shares:
             paths, leaves = zip(*(found[number] for number in share.numbers), strict=True)
@@ -250,12 +254,12 @@ class _Call:
             self._source.publish(state, self._target, share.name, snapshot=False)
 
     def _receive(self, order: Order, member: Member) -> tuple[Any, FetchReport]:
-        assert self._described is not None, "an answer follows what it answers"
+        assert self._described is not None, "the coordinator sends an Order after the rank sent Has"
         tree = decode_manifest(order.tree) if order.tree else self._described.manifest
         paths = [path for path, _ in occurrences(tree)]
         bundles = []
         for share in order.takes:
-            # With many sources, each receiver begins with other ones.
+            # With more holders than that, each receiver begins at another one, which spreads the load.
             first = share.takers.index(self._rank) * _MAX_SOURCES % len(share.holders)
             chosen = (*share.holders[first:], *share.holders[:first])[:_MAX_SOURCES]
             addresses = [parse_address(member.ranks[rank].source) for rank in chosen]
@@ -267,24 +271,24 @@ class _Call:
     # The group's store.
 
     def _look_up(self, rank: int) -> str | None:
-        # Unlike `get`, this does not wait until there is such a key.
+        # Unlike `get`, `compare_set` does not wait until the key exists.
         found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
         return found.decode() or None
 
     def _forget(self, member: Member) -> None:
-        # A rank that was killed does not remove its address.
+        # A rank that was killed can't remove its own address.
         for rank, address in member.lost.items():
             self._store.compare_set(_key(rank), address, CALLED)
         if member.ranks:
             self._store.delete_key(_key(self._rank))
         else:
-            # Those whose time limit passes a little later must not count this rank as absent.
+            # Ranks whose time limit passes a little later must not report this rank as absent.
             self._store.set(_key(self._rank), CALLED)
 
     def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
-        """Ask the store something; raises LinkBroken if it fails, and LinkTimeout if it takes too long.
+        """Return what `ask` returns; raises LinkBroken if the store fails, and LinkTimeout if it is too slow.
 
-        In a thread: a store whose process is stopped would never answer.
+        It runs in a thread, because a store whose process is stopped never answers.
         """
         found: list[T | Exception] = []
 
@@ -299,12 +303,11 @@ class _Call:
         thread.join(timeout_s)
         if not found:
             raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:g} s")
-        if isinstance(found[0], Exception):
-            what = str(found[0]).partition("\n")[0]
-            raise LinkBroken(f"the store of the process group failed: {what}. Create a new group") from found[
-                0
-            ]
-        return found[0]
+        result = found[0]
+        if isinstance(result, Exception):
+            what = str(result).partition("\n")[0]
+            raise LinkBroken(f"the store of the process group failed: {what}. Create a new group") from result
+        return result
 
 
 def _key(rank: int) -> str:

@@ -25,7 +25,7 @@ from torchferry.errors import (
 
 
 class Join(Struct, frozen=True):
-    """A rank takes part. `call` is what all ranks must agree on. The addresses are of its two handlers."""
+    """A rank joins. `call` must be equal on all ranks. `coordinator` and `source` are its two addresses."""
 
     global_rank: int
     version: int | None
@@ -36,7 +36,7 @@ class Join(Struct, frozen=True):
 
 
 class Has(Struct, frozen=True):
-    """What a rank has: a table, with the manifest encoded, for the version that all ranks shall have."""
+    """What a rank has: a `Table`, with the manifest encoded. `version` is that of the Target it answers."""
 
     version: int
     manifest: bytes
@@ -46,10 +46,10 @@ class Has(Struct, frozen=True):
 
 
 class Post(Struct, frozen=True, omit_defaults=True):
-    """What a rank says. Fields that it said before may be left out, unless the coordinator is a new one.
+    """What a rank posts. Fields that it posted before may be left out, unless the coordinator is a new one.
 
-    `ready` names the assignment that it is ready for: the coordinator that made it. A rank that `failed`
-    leaves the sync. `gone` are the coordinators that were lost, with the reasons.
+    `ready` names the assignment that it is ready for, by the coordinator that made it. A rank that `failed`
+    leaves the sync. `gone` has the coordinators that were lost, with the reasons.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Target(Struct, frozen=True, tag=True):
 
 
 class Share(Struct, frozen=True):
-    """A bundle as one rank sees it: its name, the numbers of its occurrences, and who holds and takes it."""
+    """A bundle as one rank sees it. `numbers` are occurrences in its tree; holders and takers are ranks."""
 
     name: str
     numbers: tuple[int, ...]
@@ -127,7 +127,7 @@ def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> Target
     calls = {rank: join.call for rank, join in sorted(joined.items())}
     if len({*calls.values()}) > 1:
         listed = ", ".join(f"rank {rank} {call}" for rank, call in calls.items())
-        return Refusal("argument", f"the ranks called different things: {listed}. Call the same on all ranks")
+        return Refusal("argument", f"the ranks made different calls: {listed}. Call the same on all ranks")
     versions = [join.version for join in joined.values() if join.version is not None]
     if not versions:
         lost = "".join(f"; rank {rank} failed: {reason}" for rank, reason in gone.items())
@@ -135,7 +135,7 @@ def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> Target
         return Refusal("nothing", f"{what}. Load a checkpoint on one rank, or pass the version that it has")
     trust = next(iter(joined.values())).trust
     if trust is not None and (trust not in joined or joined[trust].version != max(versions)):
-        has = "is not there" if trust not in joined else f"has version {joined[trust].version}"
+        has = "did not join" if trust not in joined else f"has version {joined[trust].version}"
         return Refusal("argument", f"trust={trust}: rank {trust} {has}, and the highest is {max(versions)}")
     return Target(max(versions), dict(joined))
 
@@ -161,6 +161,6 @@ def order_for(rank: int, coordinator: int, assignment: Assignment, manifests: Ma
 
 
 def late(missing: Collection[int], step: str) -> Refusal:
-    """Return the refusal if some ranks did not take a step in time."""
+    """Return the refusal that says which ranks did not take a step in time."""
     did_not = {"join": "call it", "has": "describe the state", "ready": "serve the state"}[step]
     return Refusal("late", f"{show_ranks(sorted(missing))} did not {did_not} in time; nothing was written")

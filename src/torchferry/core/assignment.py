@@ -1,7 +1,7 @@
 """Who takes which leaves from whom in a sync, decided from the tables of all ranks.
 
-Leaves are equal parts of the state if they have the same path and, if they are sharded, the same position.
-Ranks that have the version hold parts; each other rank takes every part from all ranks that hold it.
+Leaves of two ranks are replicas if they have the same path and, if they are sharded, the same position.
+Ranks that have the version hold leaves; each other rank takes a leaf from all ranks that hold a replica.
 """
 
 from collections import defaultdict
@@ -25,14 +25,14 @@ Key = tuple[Path, Part | None]
 """What makes two leaves replicas of each other."""
 
 PartOf = Callable[[Leaf, int | None], Part | None]
-"""Returns the part that a leaf holds, or that another rank, given by its global number, holds."""
+"""Returns the part of a tensor that a leaf holds, or, given a global rank, the part that this rank holds."""
 
 
 class Table(NamedTuple):
     """What one rank has. `digests` are by leaf; a rank that is behind has none.
 
     `per_rank` lists paths that are not compared. `optional` lists paths below which a rank that is behind
-    may have tensors that nobody else has: its optimizer may have more moments.
+    may have tensors that no other rank has: its optimizer may have more moments.
     """
 
     global_rank: int
@@ -43,9 +43,9 @@ class Table(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Leaves that the same ranks take from the same ranks. `numbers` are occurrences, for each of the ranks.
+    """Leaves that the same ranks take from the same ranks. `numbers` are their occurrences on each rank.
 
-    The occurrences of a rank that takes are those of its tree: see `Assignment`.
+    The numbers of a taker are occurrences in the tree that `Assignment` gives it.
     """
 
     holders: tuple[int, ...]
@@ -54,7 +54,7 @@ class Bundle(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """All bundles, and for each rank that takes some the rank whose tree its state gets: maybe its own."""
+    """All bundles. `trees` maps each rank that takes some to the rank whose tree it gets, maybe its own."""
 
     bundles: Sequence[Bundle]
     trees: Mapping[int, int]
@@ -87,7 +87,7 @@ def assign(
     wanted.raise_if_lost()
     bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], Bundle] = {}
     for key, ranks in takers.items():
-        # A rank that takes other values from the trusted one serves only what nobody else has.
+        # A rank that takes values from the trusted rank serves only leaves that no other rank has.
         serving = [rank for rank in holders[key] if rank not in trees] or holders[key]
         kind = tuple(serving), tuple(ranks)
         bundle = bundles.setdefault(kind, Bundle(*kind, {rank: [] for rank in (*serving, *ranks)}))
@@ -173,7 +173,7 @@ class _Wanted:
             self._lost[path, part.position].append(rank)
             return None
         if parts:
-            # It is of another kind, or split in another way. Comparing it tells exactly how.
+            # It has another kind or layout. When the receiver compares it, the error says exactly which.
             return path, parts[0]
         if is_tensor:
             self._lost[path, part.position if part is not None else ""].append(rank)
@@ -193,7 +193,7 @@ class _Wanted:
 
 
 def is_below(path: Path, above: Collection[str]) -> bool:
-    """Return whether a path is one of those in `above`, as text, or below one.
+    """Return whether a path, as text, is in `above`, or below a path that is.
 
     >>> is_below(("optim", "state", 0), ["optim.state"]), is_below(("optimizer",), ["optim"])
     (True, False)

@@ -24,7 +24,7 @@ PropertiesOf: TypeAlias = Callable[[Leaf, Sequence[TensorSpec]], Mapping[str, st
 """Returns the properties of a leaf that are compared, as text by name: dtype, shape and more."""
 
 Rule: TypeAlias = Literal["varies", "fixed", "required"]
-"""What the object at or above a path makes of differences there.
+"""How the object at or above a path treats differences at the path.
 
 - "varies": the object takes whatever the peer has at this path, or nothing. What fits is written in place.
 - "fixed": the path must fit, and is never fresh: the object has no place for entries that only the peer has.
@@ -47,8 +47,8 @@ class Comparison(NamedTuple):
     """The paths that both states have, the paths that only one has, the mismatches, and hints at their cause.
 
     If `identical`, leaf n of one state is paired with leaf n of the other, and so are their tensors and
-    storages. Then pairs are not listed. `fresh` are the paths of `incoming_only` that are received all the
-    same. One of them may also be a local path, whose value does not fit and is replaced.
+    storages. Then pairs are not listed. `fresh` has the paths of `incoming_only` that are received into fresh
+    memory. One of them may also be a local path, whose value does not fit and is replaced.
     """
 
     pairs: Sequence[Pair]
@@ -94,7 +94,7 @@ def compare(
         return rule == "varies" or (rule is None and extra == "fresh") or path in replaced
 
     fresh = [(path, leaf) for path, leaf in incoming_only if is_fresh(path)]
-    # Otherwise incoming paths are only looked up in dicts of local paths, not put into dicts.
+    # In all other cases, incoming paths are only looked up in dicts of local paths, not put into dicts.
     if (rules is not None or extra == "fresh") and is_hash_flood([path for path, _ in incoming_only]):
         raise BadManifest("the paths of the incoming state were chosen to collide in a hash table")
     mismatches: list[Mismatch] = []
@@ -159,7 +159,7 @@ _EXTRA_HINT = (
 
 
 def _are_identical(incoming: Manifest, local: Manifest) -> bool:
-    """Return whether two states differ only in values and traits, as they usually do. This needs no paths."""
+    """Return whether two states differ only in values and traits: the usual case, which needs no paths."""
     return incoming is local or (
         incoming.root == local.root
         and incoming.branches == local.branches
@@ -256,7 +256,7 @@ def _compare_leaves(
         ones, twos = properties_of(theirs, their_specs), properties_of(ours, our_specs)
         found = [(name, ones.get(name, "none"), twos.get(name, "none")) for name in {**ones, **twos}]
         differing = [(name, one, two) for name, one, two in found if one != two]
-        # Properties are text for people. `fixed` decides.
+        # Properties are text for messages. Whether the leaves fit was decided by `fixed`.
         for name, one, two in differing or [("metadata", str(theirs.fixed), str(ours.fixed))]:
             yield name, *show_difference(one, two)
         return

@@ -12,18 +12,18 @@ from itertools import groupby
 from math import inf
 
 REQUEST_BYTES = 8 << 20
-"""How much a lane asks for at once, unless that takes less than REQUEST_S. A slow source that has been asked
-for more could hold up the end."""
+"""How many bytes a lane requests at once; more if they would arrive in less than REQUEST_S. A larger request
+to a slow source could delay the end of the fetch."""
 
 REQUEST_S = 0.02
-"""How long the answer to a request should take at least, so that the time for the request does not matter."""
+"""How long the response to a request should take at least, so that the cost of the request is negligible."""
 
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
 
 PEER_S = 0.1
-"""How long another receiver may be silent, times its place in the chain of receivers. The one that takes
-chunks from a stopped receiver notices first, and goes on before the next ones look for another source."""
+"""How long another receiver may be silent, times its place in the chain of receivers. So the receiver next to
+a stopped one notices first, and goes on before those after it look for another source."""
 
 PEER_REST_S = 10.0
 """How long another receiver rests after it was silent for too long: the next source is as good."""
@@ -70,7 +70,7 @@ class Backoff:
 
 @dataclass
 class _Asked:
-    """The chunks that a lane was asked for and has not delivered. `began_s` is the start of the first.
+    """The chunks that a lane requested and has not delivered. `began_s` is when the first of them began.
 
     `peer_s` is how long another receiver may be silent; None for a source. When the lane was asked last, at
     `asked_s`, it had `queued` chunks to deliver.
@@ -85,7 +85,7 @@ class _Asked:
 
 
 class Schedule:
-    """The chunks that are needed, and those that lanes were asked for. Lanes have numbers.
+    """The chunks that are needed, and those that lanes have requested. Lanes have numbers.
 
     >>> schedule = Schedule([4, 4, 4], needed=[0, 2])
     >>> schedule.take(lane=7, lanes=1, now_s=0.0), schedule.take(lane=8, lanes=1, now_s=0.0)
@@ -109,14 +109,14 @@ class Schedule:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are chunks that no lane was asked for."""
+        """Whether there are needed chunks that no lane has requested."""
         return bool(self._needed)
 
     def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
-        """Return the chunks that a lane asks for next, out of `lanes` lanes; empty if none is left.
+        """Return the chunks that a lane requests next, out of `lanes` lanes; empty if none is left.
 
-        Towards the end, several lanes ask for less, so that they finish at about the same time. Each may be
-        asked for two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
+        Towards the end, several lanes request less, so that they finish at about the same time. Each may
+        request two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
         the other side may be silent if it is another receiver.
         """
         if not self._needed:
@@ -146,7 +146,7 @@ class Schedule:
     def landed(self, lane: int, chunk: int, now_s: float) -> None:
         """Note that a lane delivered its next chunk, verified and written."""
         asked = self._asked[lane]
-        assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which they were asked for"
+        assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which it requested them"
         asked.chunks.popleft()
         took_s = now_s - asked.began_s
         self._chunk_s = _average(self._chunk_s, took_s)
@@ -171,9 +171,11 @@ class Schedule:
         ]
 
     def _late_s(self, asked: _Asked) -> float:
+        """Return when a lane becomes overdue."""
         silent_s = OVERDUE_S
         if self._chunk_s is None:
-            # How fast a chunk can be is not known. Another receiver that trickles is not waited for.
+            # How long a chunk usually takes is not known yet. A source may be slow as long as bytes arrive;
+            # another receiver must deliver the whole chunk.
             return (asked.heard_s if asked.peer_s is None else asked.began_s) + silent_s
         usual_s = _SLOW * self._chunk_s
         if asked.peer_s is not None:

@@ -43,7 +43,7 @@ _JOIN_S = 1.0
 
 
 class IncomingBundle(NamedTuple):
-    """A bundle to receive: its name, who serves it, and its paths. With `reshare`, others take it too."""
+    """A bundle to receive: its name, its sources and its paths. `reshare` if other ranks receive it too."""
 
     name: str
     addresses: Sequence[Address]
@@ -56,7 +56,7 @@ class _Cancelled(FerryError):
 
 
 def bundle_keys(paths: Sequence[Path]) -> list[str]:
-    """Return the keys of a bundle's state: the paths as text. Those of equal text are told apart by number.
+    """Return the keys of a bundle's state: the paths as text. A number makes paths of equal text differ.
 
     >>> bundle_keys([("a", "b"), ("a.b",)])
     ['a.b', 'a.b (1)']
@@ -69,7 +69,7 @@ def bundle_keys(paths: Sequence[Path]) -> list[str]:
 
 
 class _Receiving:
-    """All fetches of one call, into the `local` values. `results` has what each returned or raised."""
+    """The fetches of all bundles, into the `local` values. `results` has what each returned or raised."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Receiving:
                 for name, listed in lists.items():
                     listed += getattr(found, name)
             else:
-                # One that was cancelled has a note if it had written.
+                # The error of a cancelled fetch has a note if the fetch had written something.
                 is_torn = found is None or bool(getattr(found, "__notes__", ()))
                 lists["whole" if isinstance(found, Fetched) else "torn" if is_torn else "untouched"] += paths
         failure = failures[0] if failures else _Cancelled("interrupted")
@@ -196,13 +196,13 @@ def receive_state(
 ) -> tuple[Any, FetchReport]:
     """Receive all bundles into the local state, load its objects, and return the state and a report.
 
-    The result has the containers of `tree`. What no bundle has keeps its local value.
+    The result has the containers of `tree`. A path that is in no bundle keeps its local value.
     Raises what a fetch raises. If something was written already, TargetTorn lists the paths of all bundles.
     """
     own = {path: local.values[leaf] for path, leaf in occurrences(local.manifest)}
     loading = Loading(local, tree)
     places = _compare(local, tree, loading)
-    # A fresh shard gets the mesh of those that are there, which may have other ranks than the source's.
+    # Fresh DTensors get the mesh of the local ones. The mesh of the source may have other ranks.
     meshes = {
         id(mesh): mesh for each in own.values() if (mesh := getattr(each, "device_mesh", None)) is not None
     }
@@ -233,7 +233,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
     leaves, tensors = list(tree.leaves), list(tree.tensors)
     for path, number in occurrences(tree):
         if path in ours and part_of(leaves[number]) and part_of(own := local.manifest.leaves[ours[path]]):
-            # The tree may have the shard of another rank. Bundles have the right one.
+            # The tree may describe the shard of another rank. The bundles have the shard of this rank.
             parts = range(len(tensors), len(tensors) + len(own.parts))
             leaves[number] = structs.replace(own, parts=tuple(parts))
             tensors += [local.manifest.tensors[part] for part in own.parts]
@@ -250,7 +250,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
 
 
 def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:
-    """Give the objects their earlier state, if there is a copy; return an error that says what is torn."""
+    """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
     failure = error if isinstance(error, FerryError) else StateError(f"{type(error).__name__}: {error}")
     keys = [format_path(path) for bundle in receiving.bundles for path in bundle.paths]
     if not loading.can_undo:

@@ -1,7 +1,8 @@
-"""How the ranks of a sync agree: each talks to one rank, the coordinator, over a connection that stays open.
+"""How the ranks of a sync agree: each posts to one rank, the coordinator, over a connection that stays open.
 
-Each rank can coordinate. The lowest rank that is there does; if it is lost, all others turn to the next one,
-and tell it again what they said. So the loss of any rank is noticed at once, by a connection that closes.
+Any rank can coordinate; the lowest rank that was not lost does. If the coordinator is lost, all other ranks
+connect to the next one and repeat everything that they posted. The loss of a rank is noticed at once, because
+its connection closes.
 """
 
 import logging
@@ -49,29 +50,31 @@ logger = logging.getLogger(__name__)
 _POST, _WATCH = "/v1/sync", "/v1/sync/watch"
 
 _POLL_S = 0.02
-"""How often a rank looks for the address of the coordinator."""
+"""How often a rank looks up the address of the coordinator until it can connect."""
 
 _STALE_S = 0.8
-"""How long a rank whose address does not answer may take to replace it."""
+"""How long a rank may take to replace an address that refuses connections: that of an earlier call."""
 
 _LOOK_S = 0.2
-"""How often a coordinator looks whether a rank that waits for an answer is still there."""
+"""How often a coordinator checks whether a rank that waits for an answer is still connected."""
 
 _LAST_S = 2.0
-"""How long a coordinator waits until all ranks have their last answer."""
+"""How long a coordinator that closes waits until all other ranks have read their last answer."""
 
 _GRACE_S = 1.0
-"""How long a rank waits after its deadline: the coordinator has a deadline too, and knows who is missing."""
+"""How long a rank waits for an answer after its deadline: the coordinator answers at its own deadline, with
+the ranks that are missing. Also the timeout of short requests."""
 
 CALLED = "called"
+"""In the store, in place of an address: the rank has called, but its call is over."""
 
 _LOST = "its connection was lost: the process ended, or can't be reached"
 
 
 class Coordinator:
-    """Collects what the ranks say, and answers each rank when all have said as much. A Handler of a server.
+    """Collects the posts of all ranks, and answers a step when all ranks have taken it. An HTTP handler.
 
-    `is_connected` tells whether the client of a connection is still there.
+    `is_connected` returns whether the client of a connection is still there.
     """
 
     max_request_bytes = 1 << 30
@@ -81,20 +84,19 @@ class Coordinator:
         self._rank, self._size, self._deadline_s = rank, size, deadline_s
         self._is_connected = is_connected
         self._changed = threading.Condition()
-        self._said: dict[int, Post] = {}
-        self._gone: dict[int, str] = {}
+        self._said: dict[int, Post] = {}  # all fields that each rank has posted
+        self._gone: dict[int, str] = {}  # the ranks that were lost or failed, with the reasons
         self._connections: dict[int, int] = {}  # of each rank
         self._answered: set[int] = set()  # the ranks that got their last answer
-        self._waiting: set[int] = (
-            set()
-        )  # the ranks that wait for an answer, or may not have read their last one
+        # The ranks that wait for an answer, or may not have read their last one.
+        self._waiting: set[int] = set()
         self._assignment: Assignment | Refusal | None = None
-        self._watched: set[int] = set()
+        self._watched: set[int] = set()  # the ranks that have a thread in `_watch`
         self._closed: str | None = None
         self.ranks: Mapping[int, Join] = {}
 
     def close(self, reason: str) -> None:
-        """Answer nobody any more. If this rank has its last answer, the others get it first."""
+        """Stop answering. If this rank has its last answer, first wait until the others have theirs."""
         with self._changed:
             if self._rank in self._answered and self._closed is None:
                 others = self._connections.keys() - {self._rank}
@@ -105,7 +107,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def disconnected(self, connection: int) -> None:
-        """Note that the process of a rank ended, or that its call did."""
+        """Mark the rank of a connection that was closed as lost, unless it has its last answer."""
         with self._changed:
             for rank in [rank for rank, number in self._connections.items() if number == connection]:
                 del self._connections[rank]
@@ -119,7 +121,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def answer(self, request: Request) -> Response:
-        """Wait until all ranks have said as much as this one, and answer."""
+        """Wait until all ranks have taken the step that this rank posts, and answer it."""
         if request.path == _WATCH:
             with self._changed:
                 while self._closed is None and self._is_connected(request.connection):
@@ -135,13 +137,13 @@ class Coordinator:
                 self._waiting.add(post.rank)
             while self._closed is not None or (answer := self._answer_to(post.rank)) is None:
                 if self._closed is not None:
-                    return _left(self._closed)
+                    return _lease_ended(self._closed)
                 if not self._is_connected(request.connection):
                     self._lose(post.rank, _LOST)
-                    return _left(_LOST)
+                    return _lease_ended(_LOST)
                 self._changed.wait(_LOOK_S)
             if isinstance(answer, Refusal):
-                self._assignment = answer  # for all, also if ranks leave that caused it
+                self._assignment = answer  # every rank gets it, even if the ranks that caused it leave
             if isinstance(answer, (Finished, Refusal)):
                 self._answered.add(post.rank)
             else:
@@ -154,14 +156,14 @@ class Coordinator:
         self._said[rank] = post if post.join is not None else structs.replace(known, **news)
         self._connections[rank] = connection
         for other, reason in post.gone.items():
-            # Some know only that it was lost, others know why.
+            # Keep the reason of a rank that knows why, not that of one that only lost the connection.
             if self._gone.get(other, _LOST) == _LOST:
                 self._gone[other] = reason
         self._gone.pop(rank, None)
         if post.failed is not None:
             self._lose(rank, post.failed)
         if post.gone:
-            # Another coordinator was lost. A rank that has not come yet may be lost too.
+            # An earlier coordinator was lost. A rank that has not connected to this one may be lost too.
             for other, join in self.ranks.items():
                 if other not in (*self._said, *self._gone, *self._watched):
                     self._watched.add(other)
@@ -169,7 +171,7 @@ class Coordinator:
         self._changed.notify_all()
 
     def _watch(self, rank: int, address: str) -> None:
-        """Hold a connection to a rank, and note when it closes."""
+        """Hold a connection to a rank that has not posted yet, and mark the rank as lost when it closes."""
         reason = "it ended its call"
         try:
             left_s = max(self._deadline_s - time.monotonic(), _GRACE_S)
@@ -184,9 +186,10 @@ class Coordinator:
             if rank not in self._said:
                 self._lose(rank, reason)
 
-    # The rules. The lock is held.
+    # The rules of each step. Callers hold the lock.
 
     def _answer_to(self, rank: int) -> Answer | None:
+        """Return the answer to the last step that a rank took; None while it must wait for other ranks."""
         mine = self._said[rank]
         if mine.failed is not None:
             return Go()
@@ -205,18 +208,18 @@ class Coordinator:
                 if not self._is_connected(self._connections.get(each, 0)):
                     self._lose(each, _LOST)
             return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
-        others = {each: post for each, post in said.items() if not post.done}
+        unfinished = {each: post for each, post in said.items() if not post.done}
         if mine.ready == self._rank:
-            waiting = {each for each, post in others.items() if post.ready != self._rank}
+            waiting = {each for each, post in unfinished.items() if post.ready != self._rank}
             return Go() if not waiting else late(waiting, "ready") if is_late else None
         if self._assignment is None:
             target = choose_target({each: post.join for each, post in said.items() if post.join}, self._gone)
             if isinstance(target, Refusal) or mine.has is None or mine.has.version != target.version:
                 return target
-            waiting = {each for each, post in others.items() if _version_of(post.has) != target.version}
+            waiting = {each for each, post in unfinished.items() if _version_of(post.has) != target.version}
             if waiting:
                 return late(waiting, "has") if is_late else None
-            self._assignment = self._assign(others, target.version)
+            self._assignment = self._assign(unfinished, target.version)
         if isinstance(self._assignment, Refusal):
             return self._assignment
         manifests = {each: post.has.manifest for each, post in said.items() if post.has is not None}
@@ -227,8 +230,8 @@ class Coordinator:
         receivers: dict[int, Table] = {}
         trust = None
         for rank, post in posts.items():
-            assert post.join is not None, "the rank took this step"
-            assert post.has is not None, "the rank took this step"
+            assert post.join is not None, "ranks are assigned when all have joined"
+            assert post.has is not None, "ranks are assigned when all have described their state"
             trust, has = post.join.trust, post.has
             digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
             tables = sources if post.join.version == version else receivers
@@ -244,15 +247,15 @@ def _version_of(has: Has | None) -> int | None:
     return None if has is None else has.version
 
 
-def _left(reason: str) -> Response:
+def _lease_ended(reason: str) -> Response:
     return Response(LEASE_ENDED, reason.encode())
 
 
 class Member:
-    """One rank's side of the agreement: what it said so far, and its connection to the coordinator.
+    """One rank's side of the agreement: what it has posted so far, and its connection to the coordinator.
 
-    `look_up` returns the address of a rank's coordinator; None if the rank does not take part yet, and CALLED
-    if it does not any more.
+    `look_up` returns the address of a rank's coordinator; None if the rank has not called yet, and CALLED if
+    its call is over.
     """
 
     def __init__(
@@ -278,13 +281,14 @@ class Member:
         return next((rank for rank in range(self._size) if rank not in self._gone), self._rank)
 
     def knows(self, ranks: Mapping[int, Join]) -> None:
-        """Note how to reach all ranks, so that the store is not needed any more."""
+        """Remember the addresses of all ranks. The store is not needed for them from now on."""
         self.ranks = self._own.ranks = ranks
 
     def say(self, **news: Any) -> Answer:
-        """Tell the coordinator something new, and return its answer.
+        """Post new fields to the coordinator, and return its answer.
 
-        Raises LinkTimeout if there is none in time, and LinkBroken if the ranks can't reach each other.
+        If the coordinator is lost, all fields are posted to the next one. Raises LinkTimeout if there is no
+        answer in time, and LinkBroken if no other rank is left.
         """
         self._said = structs.replace(self._said, **news)
         post = Post(self._rank, **news)
@@ -304,10 +308,10 @@ class Member:
                 reason = body.decode(errors="replace")
                 is_lost = head.status == LEASE_ENDED or bool(self.ranks)
             except LinkTimeout:
-                what = f"rank {self.coordinator}, which coordinates, did not answer in time"
+                what = f"rank {self.coordinator}, the coordinator, did not answer in time"
                 raise LinkTimeout(what, peer=self.coordinator) from None
             except LinkBroken:
-                # If its address is not there any more, it was that of an earlier call.
+                # If the store has another address by now, this one was of an earlier call.
                 reason, is_lost = _LOST, bool(self.ranks) or self._look_up(self.coordinator) == self._address
             self.close()
             if is_lost:
@@ -315,11 +319,11 @@ class Member:
             elif not self._left_s():
                 raise self._absent()
             else:
-                # The address is of an earlier call. That of this call will follow.
+                # The address is of an earlier call. The rank will replace it.
                 time.sleep(_POLL_S)
 
     def leave(self, reason: str) -> None:
-        """Tell the coordinator, and the one that follows if it is this rank, why this rank fails."""
+        """Tell the coordinator why this rank fails. If this rank coordinates, also tell the next one."""
         if self._connection is None:
             return
         post = msgpack.encode(Post(self._rank, failed=reason))
@@ -341,16 +345,16 @@ class Member:
 
     def _turn_to_next(self, reason: str) -> None:
         lost = self.coordinator
-        logger.warning("rank %d, which coordinates the sync, is gone (%s)", lost, reason)
+        logger.warning("rank %d, the coordinator of the sync, is lost (%s)", lost, reason)
         self._gone[lost] = reason
         if lost == self._rank or len(self._gone) == self._size:
-            raise LinkBroken(f"rank {lost}, which coordinates, is gone, and no other rank is left")
-        # The next one makes an assignment of its own, for those that have not received anything yet.
+            raise LinkBroken(f"rank {lost}, the coordinator, is lost, and no other rank is left")
+        # The next coordinator makes a new assignment, for the ranks that have not received anything yet.
         done = self._said.done and self.has_received
         self._said = structs.replace(self._said, ready=None, done=done, gone=dict(self._gone))
 
     def _connect(self) -> HttpConnection:
-        refused: dict[str, float] = {}  # when first, by address
+        refused: dict[str, float] = {}  # when each address refused for the first time
         while True:
             rank = self.coordinator
             known = self.ranks.get(rank)

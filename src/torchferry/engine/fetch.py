@@ -67,10 +67,11 @@ _LANES = 2
 """How many connections read chunks from a single source."""
 
 _DIFFERING = 4
-"""If so many chunks in a row differ in a tensor that was written since, all others are fetched too."""
+"""If this many chunks in a row differ in a tensor that was overwritten since the last fetch, the rest of the
+tensor is fetched without comparing it."""
 
 _FAILED_S = 0.25
-"""How long a fetch that failed tries to tell the sources why."""
+"""How long a failed fetch tries to tell the sources why it failed."""
 
 _REFUSED_S = 2.0
 """How long a fetch that refused a state tries to tell the sources why: also those on another continent."""
@@ -90,8 +91,8 @@ class ProgressEvent:
 class FetchOptions:
     """The checked arguments of `torchferry.fetch`. `local_state` returns the state to write to.
 
-    `gate` is called twice: before the first byte is requested, and when all are there, before the rest of
-    them is written. If it raises, the fetch fails.
+    `gate` is called twice: before the first chunk is requested, and when all chunks have arrived, before
+    those that `atomic` holds back are written. If it raises, the fetch fails.
     """
 
     wanted: LeaseRequest
@@ -215,7 +216,7 @@ class _Fetch(Phases):
             sink.unmark_whole()
             state = self._in_thread(target.assemble, finish=True)
             if target.loading is not None:
-                # In this thread, because objects are the user's code.
+                # In this thread, because `load_state_dict` is the user's code.
                 target.loading.load()
         except BaseException as error:
             restored = "" if target.loading is None else self._undo(sink, target.loading)
@@ -266,12 +267,12 @@ class _Fetch(Phases):
     def _read_metadata(self, grant: Grant) -> tuple[Grant, EncodedManifest, tuple[int, ...]]:
         """Read the manifest and the digests from the first source that delivers them.
 
-        If no source delivers those of the chosen version, choose again among the others.
+        If no source delivers those of the chosen version, choose a version of the remaining sources.
         """
         sources, heard_s, stall_s = self._sources, time.monotonic(), self.options.stall_s
         for attempt in count():
             for source in sources.serving():
-                # Another source may be faster.
+                # With several sources, do not wait long for one: another may be faster.
                 patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else self._left_s()
                 patience_s = min(patience_s, self._left_s())
                 try:
@@ -280,7 +281,7 @@ class _Fetch(Phases):
                     manifest, digests = self._in_thread(source.metadata, silent_s, until_s=until_s)
                     encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
-                    # Planned with the sizes that this source planned with.
+                    # Both sides must plan with the chunk sizes of this source.
                     return source.grant or grant, encoded, digests
                 except LinkTimeout as error:
                     source.shut_down_readers(TOO_SLOW)
@@ -339,9 +340,10 @@ class _Fetch(Phases):
         known: Collection[int],
         changed: Collection[int],
     ) -> list[Chunk]:
-        """List the chunks that differ from the local tensors in the `known` storages, or are not in them.
+        """List the chunks that are not in the `known` storages, or differ from the local tensors in them.
 
-        Where several chunks of a `changed` storage differ, the rest are not compared: all were overwritten.
+        If several chunks in a row differ in a `changed` storage, the rest of it is not compared: it was
+        probably overwritten as a whole.
         """
         needed: list[Chunk] = []
         differing: Counter[int] = Counter()  # by storage, in a row
@@ -372,8 +374,8 @@ class _Fetch(Phases):
     def _receive(self, plan: Plan, needed: Sequence[int], digests: Sequence[int], landing: Landing) -> None:
         """Receive the chunks that are needed, and write them."""
         options = self.options
-        # Over one connection, chunks arrive in order, and other receivers get them soonest. A silent one must
-        # be found before those behind this one give it up.
+        # With `reshare`, one lane: its chunks arrive in order, so other receivers get them soonest. A silent
+        # peer must be replaced before the receivers that take chunks from this one give this one up.
         lanes, look_s = (_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
         expected = digests if options.verify else ()
         self._receiving = receiving = Receiving(
@@ -400,12 +402,12 @@ class _Fetch(Phases):
                 landing.sink.increment_versions()
 
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
-        """Raise PeerGaveUp if a live state changed: what was not verified may be a mixture."""
+        """Raise PeerGaveUp if a live state changed: unverified chunks may mix old and new values."""
         for source in self._sources.live():
             source.report_damage(needed[0], self._left_s())
 
     def _undo(self, sink: Sink, loading: Loading) -> str:
-        """Give the earlier state back, if there is a copy. Return what was restored; note what is torn."""
+        """Restore the earlier state, if there is a copy. Return a text that says so, and set `_outcome`."""
         if not loading.started and not (loading.can_undo and sink.has_written):
             return ""
         sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
@@ -424,11 +426,11 @@ class _Fetch(Phases):
         return f"the earlier state was restored, except that {', '.join(failures.values())}"
 
     def _confirm(self, grant: Grant) -> bool:
-        """Tell every source that was given that the fetch is complete, and return whether all know.
+        """Tell every given source that the fetch is complete, and return whether all acknowledged it.
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
-        # Other receivers need not know.
+        # Peers, which are other receivers, need not know.
         serving = [source for source in self._sources.serving() if not source.is_peer]
         # A source that is known to be too slow is told, but not waited for.
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
@@ -444,7 +446,7 @@ class _Fetch(Phases):
             return True
         given = [source for source in self._sources.all if not source.is_peer]
         lost = ", ".join(source.peer for source in untold or given)
-        logger.warning("%s: has all of version %d, but could not tell %s", self._name, grant.version, lost)
+        logger.warning("%s: version %d is complete, but %s was not told", self._name, grant.version, lost)
         return False
 
     def _report(
@@ -473,10 +475,10 @@ class _Fetch(Phases):
     def _in_thread(
         self, work: Callable[..., T], *args: object, until_s: float = inf, finish: bool = False
     ) -> T:
-        """Run something in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
+        """Run `work` in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
 
-        With `finish`, an exception in the calling thread waits until the work is done. If nothing of this
-        matters, no thread is needed.
+        With `finish`, an exception in the calling thread waits until the work is done. Without `on_progress`,
+        `until_s` and `finish`, no thread is needed.
         """
         if self.options.on_progress is None and until_s == inf and not finish:
             return work(*args)
@@ -550,7 +552,7 @@ class _Fetch(Phases):
         self._sources.shut_down()
 
     def forget_errors(self) -> None:
-        """Forget all errors. They refer to frames, and these to what was fetched: a cycle would keep it."""
+        """Drop all errors. They refer to frames that hold the fetched state: a cycle would keep it alive."""
         self._callback_error = None
         self._sources.forget_errors()
         if self._receiving is not None:

@@ -12,7 +12,7 @@ _MAX_STORAGES = 1 << 17
 class History:
     """The memory that fetches of this process have written, by address and size.
 
-    For each, it has the highest version counter of its tensors after the fetch.
+    Each entry is the highest version counter of the tensors in that memory after the fetch.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class History:
     def of(self, local: Description) -> tuple[set[int], set[int]]:
         """Return the storages of a local state that an earlier fetch wrote, and those that torch wrote since.
 
-        If other tensors use that memory by now, a comparison only costs time.
+        Other tensors may use the same memory by now. Comparing them is correct, and only wastes time.
         """
         with self._lock:
             before = [self._written.get(key) for key in _keys(local)]

@@ -13,7 +13,7 @@ from torchferry.tensors.memory import new_block
 
 
 class Landing:
-    """Takes the needed chunks. Several lanes may use it at the same time, each for its own chunk.
+    """Receives the needed chunks. Several lanes may use it at the same time, each for its own chunk.
 
     With `atomic`, chunks are kept in `extra_bytes` of memory until `apply` writes them. Raises StateError if
     there is not enough.
@@ -27,32 +27,32 @@ class Landing:
         self._missing = set(needed)
         self._serves_peers = True
         self._staged: dict[int, torch.Tensor] = {}
-        self._beside: dict[int, torch.Tensor] = {}
+        self._atomic_buffers: dict[int, torch.Tensor] = {}
         self.extra_bytes = 0
         if atomic:
             sizes = [sink.plan.chunks[number].nbytes for number in needed]
             self.extra_bytes = sum(sizes)
             block = new_block(self.extra_bytes, "the copy for atomic=True")
-            self._beside = dict(zip(needed, block.split(sizes), strict=True)) if sizes else {}
+            self._atomic_buffers = dict(zip(needed, block.split(sizes), strict=True)) if sizes else {}
 
     def open(self, chunk: Chunk) -> memoryview:
         """Return the memory that a chunk is received into: that of the state itself where possible."""
-        if chunk.number in self._beside:
-            return view(self._beside[chunk.number])
+        if chunk.number in self._atomic_buffers:
+            return view(self._atomic_buffers[chunk.number])
         found = self.sink.open_view(chunk)
         if found is not None:
             return found
-        # A chunk that arrived damaged is received again.
+        # A chunk that arrived damaged is received again, into the same buffer.
         buffer = self._staged.get(chunk.number)
         if buffer is None:
             buffer = self._staged[chunk.number] = self._staging.take(chunk.nbytes, pinned=self.sink.pinned)
         return view(buffer)
 
     def write(self, chunk: Chunk) -> None:
-        """Write a chunk that was received, and verified unless that is off."""
+        """Write a chunk that was received and, unless verification is off, verified."""
         staged = self._staged.pop(chunk.number, None)
         with self._lock:
-            if chunk.number not in self._beside:
+            if chunk.number not in self._atomic_buffers:
                 self._write(chunk, staged)
             self._missing.discard(chunk.number)
             self._landed.notify_all()
@@ -66,11 +66,11 @@ class Landing:
         self.sink.accept(chunk)
 
     def apply(self) -> None:
-        """Write the chunks that were kept beside the local state."""
-        for number, buffer in self._beside.items():
+        """Write the chunks that were kept because of `atomic`."""
+        for number, buffer in self._atomic_buffers.items():
             self._write(self.sink.plan.chunks[number], buffer)
         with self._lock:
-            self._beside = {}
+            self._atomic_buffers = {}
 
     # For other receivers, which take chunks from this one.
 
@@ -84,7 +84,7 @@ class Landing:
             self._landed.wait_for(lambda: chunk.number not in self._missing or not self._serves_peers)
             if not self._serves_peers:
                 return None
-            kept = self._beside.get(chunk.number)
+            kept = self._atomic_buffers.get(chunk.number)
             return self.sink.read(chunk, self._staging) if kept is None else kept
 
     def stop_reading(self) -> None:

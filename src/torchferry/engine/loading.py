@@ -17,8 +17,8 @@ from torchferry.tensors.objects import objects_in_both
 class Loading:
     """The state dicts that are received for the objects of a local state.
 
-    `objects` are those that get one. `started` are the paths of those whose `load_state_dict` was called; the
-    last one may have failed.
+    `objects` has the objects that get one, by path. `started` has the paths of those whose `load_state_dict`
+    was called; the last one may have failed.
     """
 
     def __init__(self, local: Description, incoming: Manifest) -> None:
@@ -31,7 +31,7 @@ class Loading:
         self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def lacking(self) -> list[Path]:
-        """List the objects for which nothing is received, nor for an object that they belong to."""
+        """List the objects that get no state dict, and are not inside an object that gets one."""
         return [path for path in self._local.objects if not is_below(path, self.objects)]
 
     def place(self, path: Path, built: object) -> object:
@@ -44,7 +44,7 @@ class Loading:
     def load(self) -> None:
         """Give each object its state dict; raises StateError, with what the object raised as its cause."""
         for path, read in self.objects.items():
-            # An object that stands in two places is loaded once.
+            # An object at two paths is loaded once.
             if all(read is not self.objects[other] for other in self.started):
                 self.started.append(path)
                 try:
@@ -97,5 +97,5 @@ class Loading:
 
 
 def is_below(path: Path, others: Collection[Path]) -> bool:
-    """Return whether a path is one of several, or below one of them."""
+    """Return whether a path is in `others`, or below a path that is."""
     return any(path[:depth] in others for depth in range(len(path) + 1))

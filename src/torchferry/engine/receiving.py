@@ -28,14 +28,14 @@ _HASH_BYTES = 1 << 20
 
 @dataclass(eq=False)
 class _Lane:
-    """A thread that asks one source for chunks, one range after the other. It has a connection or none.
+    """A thread that requests chunks from one source, in ranges. `connection` is None unless it is connected.
 
     `is_overdue` is set when the connection was ended because the source was too slow.
     """
 
     number: int
     source: RemoteSource
-    asked: deque[range] = field(default_factory=deque)  # ranges of chunks whose bytes were not read yet
+    asked: deque[range] = field(default_factory=deque)  # ranges that were requested, but not read yet
     thread: threading.Thread | None = None
     connection: HttpConnection | None = None
     is_connecting: bool = False
@@ -43,7 +43,7 @@ class _Lane:
 
     @property
     def used_connection(self) -> HttpConnection:
-        """The connection, when there is one."""
+        """The connection of a lane that is connected."""
         assert self.connection is not None, "a lane connects before it takes chunks"
         return self.connection
 
@@ -51,7 +51,7 @@ class _Lane:
 class Receiving:
     """Receives the chunks that a fetch needs. `digests` is empty if nothing is verified.
 
-    A single source is asked over `lanes` connections. Of several sources, each is asked over one.
+    A single source gets `lanes` lanes. If there are several sources, each gets one lane.
     The calling thread calls `check` again and again until `is_done`.
     """
 
@@ -82,13 +82,13 @@ class Receiving:
 
     @property
     def is_done(self) -> bool:
-        """Whether every needed chunk has landed, or something failed that no other source can deliver."""
+        """Whether every needed chunk has landed, or an error in a lane ends the fetch."""
         return self._schedule.is_done or self.failure is not None
 
     # The calling thread.
 
     def check(self, stall_s: float | None) -> None:
-        """Start lanes for sources that have none, end those that are overdue; raises what ends the fetch."""
+        """Start lanes for sources that have none, end overdue lanes; raises an error that ends the fetch."""
         if self.failure is not None:
             raise self.failure
         if self._schedule.is_done:
@@ -108,7 +108,7 @@ class Receiving:
         is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES
         wanted: list[RemoteSource] = []
         for source in preferred:
-            # With a ring, one lane keeps a core of each process busy.
+            # With a ring, one lane already keeps a core of each process busy.
             lanes = self._max_lanes if is_one and not source.uses_ring else 1
             wanted += [source] * (lanes - sum(lane.source is source for lane in self._lanes))
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
@@ -157,7 +157,7 @@ class Receiving:
     # A lane.
 
     def _deliver(self, lane: _Lane) -> None:
-        """Ask a source for one range of chunks after the other, until none is needed or it is given up."""
+        """Request and receive ranges of chunks, until none is needed or the source is given up."""
         source = lane.source
         try:
             while (chunks := self._next_range(lane)) is not None or lane.asked:
@@ -166,7 +166,7 @@ class Receiving:
                     if chunks is None:
                         self._receive_range(lane, lane.asked.popleft())
                     else:
-                        # Asked ahead, so that the source always has something to send.
+                        # Requested ahead, so that the source always has something to send.
                         lane.asked.append(chunks)
                         source.request_chunks(lane.used_connection, chunks, self._left_s())
                 except LinkError as error:
@@ -179,11 +179,11 @@ class Receiving:
             self._give_up(lane)
 
     def _next_range(self, lane: _Lane) -> range | None:
-        """Connect if necessary, and return the next chunks to ask for; None if there are none now.
+        """Connect if necessary, and return the next chunks to request; None if there are none now.
 
-        Unless the lane has been asked for others, that means that it is not needed any more.
-        Raises LinkError if the source can't be reached. Connecting may take until the deadline, so a lane
-        takes chunks afterwards.
+        If the lane then has no range to read either, it is not needed any more. It connects before it takes
+        chunks, because connecting may take until the deadline.
+        Raises LinkError if the source can't be reached.
         """
         while self._may_ask(lane) and self._wait_until_needed(lane):
             if lane.connection is None:
@@ -203,9 +203,9 @@ class Receiving:
         return len(lane.asked) < lane.source.max_ahead
 
     def _wait_until_needed(self, lane: _Lane) -> bool:
-        """Wait until there are chunks that a lane may ask for; return False if there will be none.
+        """Wait until there are chunks that a lane may request; return False if there will be none.
 
-        A lane that has been asked for chunks does not wait.
+        A lane that has ranges to read does not wait: it returns False if there are none now.
         """
         schedule, source = self._schedule, lane.source
         with self._changed:
@@ -220,7 +220,7 @@ class Receiving:
         return False
 
     def _receive_range(self, lane: _Lane, chunks: range) -> None:
-        """Read a range of chunks that was asked for, verify each, and write it."""
+        """Read a range of chunks that was requested, verify each, and write it."""
         connection = lane.used_connection
         found = self._plan.chunks[chunks.start : chunks.stop]
         lane.source.begin_chunks(connection, sum(chunk.nbytes for chunk in found))
@@ -253,7 +253,7 @@ class Receiving:
             self._changed.notify_all()
 
     def _recover(self, lane: _Lane, grant: Grant | None, error: LinkError) -> None:
-        """Take back what a lane did not deliver; raises if its source is given up."""
+        """Let other lanes take what this one did not deliver; raises an error if its source is given up."""
         source = lane.source
         self._give_up(lane)
         is_overdue, lane.is_overdue = lane.is_overdue, False
@@ -290,7 +290,7 @@ class Receiving:
 
 
 class _Damaged(Corrupted):
-    """A chunk has another digest than the source announced."""
+    """The digest of a chunk is not the one that the source announced."""
 
     def __init__(self, chunk: int, paths: Sequence[str]) -> None:
         super().__init__(paths)

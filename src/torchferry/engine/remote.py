@@ -35,10 +35,10 @@ _MAX_ANSWER_BYTES = 64 << 10
 """The longest answer that is neither metadata nor chunks."""
 
 _MIN_WAIT_S = 0.001
+"""The shortest timeout of a socket: 0 would make it non-blocking."""
 
 _LEAVE_S = 1.0
 """How long a receiver tries to tell a source that it is not used."""
-
 
 TOO_SLOW = "the source was too slow, so the connection was closed"
 
@@ -48,7 +48,7 @@ class LeaseEnded(LinkBroken):
 
 
 Via = Literal["tcp", "memory"]
-"""How chunks come."""
+"""How chunks travel: over TCP, or through memory of this machine."""
 
 
 _ERRORS: dict[int, type[FerryError]] = {
@@ -56,15 +56,16 @@ _ERRORS: dict[int, type[FerryError]] = {
     pull.CHANGED: PeerGaveUp,
     pull.LEASE_ENDED: LeaseEnded,
 }
-"""What a source reports with a status and a reason."""
+"""The error for each status that a source sends with a reason."""
 
 
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
-    `peer_s` is given if it is another receiver, which serves what it has: how long it may be silent.
-    `port_at(host)` returns the port at which this process reshares, given its own address towards the source.
-    `open` keeps both in `own_address`. `heard_s` is when bytes of its metadata arrived last.
+    `peer_s` is given if the source is another receiver: how long it may be silent.
+    `port_at(host)` returns the port at which this process reshares; `host` is this process's own address, as
+    seen from the source. `open` keeps host and port in `own_address`. `heard_s` is when bytes of metadata
+    last arrived.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -93,7 +94,7 @@ class RemoteSource:
         self.error: FerryError | None = None
         self.heard_s = 0.0
         self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
-        # Loading the certificates of the system takes longer than a request.
+        # One context for all connections: loading the system's certificates takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
         self._max_metadata_bytes = max_metadata_bytes
         self._via = via
@@ -230,7 +231,7 @@ class RemoteSource:
         grant = self.grant
         assert grant is not None, "the source granted a lease"
         limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
-        # On a connection of its own: after a timeout, a late answer must not be taken for that to the next.
+        # On its own connection: after a timeout, a late answer must not be read as that to the next request.
         with self._connected(silent_s) as connection:
             try:
                 manifest, digests = (
@@ -253,7 +254,7 @@ class RemoteSource:
     @property
     def max_ahead(self) -> int:
         """How many ranges of chunks may be asked for before the first of them was read."""
-        # While bytes come through a ring, this end sends only signals.
+        # While bytes come through a ring, this end sends only signals for slots, and no requests.
         return 1 if self.uses_ring else pull.MAX_AHEAD
 
     def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
@@ -262,7 +263,7 @@ class RemoteSource:
         connection.send("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
 
     def begin_chunks(self, connection: HttpConnection, nbytes: int) -> None:
-        """Begin to read the chunks that were asked for first. The caller then reads `nbytes` bytes."""
+        """Begin to read the chunks that were requested first. The caller then reads `nbytes` bytes."""
         head = connection.read_head()
         if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))
@@ -279,15 +280,15 @@ class RemoteSource:
             raise LinkBroken(f"the source sends {head.nbytes} bytes instead of {nbytes}")
 
     def report_damage(self, chunk: int, timeout_s: float) -> None:
-        """Say that a chunk has another digest than announced; raises PeerGaveUp if the state changed."""
+        """Report a chunk with a wrong digest to the source; raises PeerGaveUp if its state changed."""
         self._post(f"damaged/{chunk}-{chunk + 1}", timeout_s)
 
     def keep_alive(self) -> None:
-        """Show the source that this receiver lives, until `shut_down`."""
+        """Tell the source regularly that this receiver is alive, until `shut_down`."""
         connection: HttpConnection | None = None
         while not self._over.wait(pull.ALIVE_S):
             try:
-                # One connection for all: the lease would end with the last of several short ones.
+                # One connection for all requests: a lease ends when its last connection is closed.
                 connection = connection or self.connect(pull.ALIVE_S)
                 self._ask(connection, "POST", self._path("alive"), pull.ALIVE_S)
             except FerryError:
@@ -305,7 +306,7 @@ class RemoteSource:
         self.shut_down()
 
     def tell(self, result: Result, timeout_s: float) -> bool:
-        """Tell the result, which ends the lease, and return whether the source knows it.
+        """Tell the source the result, which ends the lease; return whether the source acknowledged it.
 
         Raises PeerGaveUp if the source does not accept it, because its state changed.
         """

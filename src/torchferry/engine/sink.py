@@ -108,7 +108,7 @@ class Sink:
         return run_of(self._open(chunk, place), chunk.pieces[0])
 
     def open_view(self, chunk: Chunk) -> memoryview | None:
-        """Do the same for a place in CPU memory, if there is one. A tensor would take more time."""
+        """Like `open`, for a place in CPU memory; None if there is none. Faster than creating a tensor."""
         place = self.direct_place(chunk, _is_cpu)
         return None if place is None else view_of(self._open(chunk, place), chunk.pieces[0])
 
@@ -266,7 +266,7 @@ class Sink:
         return buffer
 
     def can_read(self, chunk: Chunk) -> bool:
-        """Return whether every piece of a chunk is copied as it is to some tensor."""
+        """Return whether every piece of a chunk is copied unchanged to some tensor."""
         return all(self.destinations.of(piece).direct for piece in chunk.pieces)
 
     def read(self, chunk: Chunk, staging: Staging) -> torch.Tensor:
@@ -287,7 +287,7 @@ class Sink:
         self._states[chunk.number] = ChunkState.WRITTEN
 
     def add_digest(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None) -> None:
-        """Hash a received chunk. `hasher` has hashed it already."""
+        """Record the digest of a received chunk. If `hasher` is given, it has hashed the chunk already."""
         self._digests[chunk.number] = digest(buffer) if hasher is None else hasher.intdigest()
 
     def expect(self, first: int, digests: Sequence[int]) -> None:
@@ -305,7 +305,7 @@ class Sink:
         self._settle(chunk.number, ChunkState.WHOLE)
 
     def _settle(self, number: int, state: ChunkState) -> None:
-        # A chunk that was dropped stays untouched, but its damage counts.
+        # A chunk that was dropped stays UNTOUCHED, unless it is damaged.
         if self._states[number] == ChunkState.WRITTEN or state == ChunkState.DAMAGED:
             self._states[number] = state
 
@@ -331,16 +331,16 @@ class Sink:
         """Whether any local byte may have been overwritten."""
         return not {*self._states} <= {ChunkState.UNTOUCHED, ChunkState.EQUAL}
 
-    def outcome(self, outside: Callable[[Path], bool] | None = None) -> Outcome:
+    def outcome(self, is_listed: Callable[[Path], bool] | None = None) -> Outcome:
         """Return which paths of the local state are whole, torn and untouched now.
 
-        With `outside`, only paths for which it returns True are listed.
+        With `is_listed`, only paths for which it returns True are listed.
         """
         unfinished = {pair.incoming for pair in self.destinations.via_scratch}
         paired = self.paired
-        if outside is not None:
+        if is_listed is not None:
             every = paired if paired is not None else [path for path, _ in occurrences(self.manifest)]
-            paired = set(filter(outside, every))
+            paired = set(filter(is_listed, every))
         return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=paired)
 
     def copy_from_scratch(self) -> None:
@@ -409,7 +409,7 @@ def target_in_new_memory(
     manifest = incoming.manifest
     _raise_if_any(misfits(manifest, range(len(manifest.leaves)), context))
     fresh = FreshMemory(manifest, time.perf_counter)
-    # Packed tensors are allocated when they arrive, many at once.
+    # The tensors of a packed chunk are allocated together, when it arrives.
     for piece in [chunk.pieces[0] for chunk in plan.chunks if len(chunk.pieces) == 1]:
         fresh.memory(piece.storage)
     return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh))
@@ -447,7 +447,7 @@ def target_in_place(
         prepared = prepare(incoming, context, cache, only=None if comparison.identical else received)
     mismatches += misfits(manifest, sorted(fresh_leaves), context)
     _raise_if_any(mismatches, comparison.hints)
-    # Large values have no place in the local state.
+    # Large values are not written into the local state: they arrive in scratch memory.
     values = {pair.incoming for pair in comparison.pairs if manifest.leaves[pair.incoming].kind == BUFFER}
     fresh_tensors = {part for leaf in fresh_leaves | values for part in manifest.leaves[leaf].parts}
     if comparison.identical:
@@ -476,7 +476,7 @@ def target_in_place(
         place = None if loading is None else loading.place
         return assemble_in_place(prepared, local, comparison, tree, sink.scratch, place)
 
-    # What objects take is not listed.
+    # Entries of objects that may vary are not listed.
     fresh = {path for path, _ in comparison.fresh}
     plain = [path for path, _ in comparison.incoming_only if rules is None or rules(path) != "varies"]
     return Target(

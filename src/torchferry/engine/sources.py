@@ -31,23 +31,23 @@ from torchferry.links.address import Address, is_numeric
 logger = logging.getLogger(__name__)
 
 _OTHERS_S = 0.25
-"""How long sources that are known to be too slow may take to take note of a result."""
+"""How long to wait for sources that are known to be slow when they are told a result."""
 
 _EXIT_S = 0.5
-"""How long the end of the process waits for the threads of fetches."""
+"""How long the exit of the process waits for the threads of fetches."""
 
 _PEERS = 2
-"""How many other receivers have granted a lease: the one that chunks come from, and one in reserve."""
+"""How many peers to get leases from: the one that chunks come from, and one in reserve."""
 
 _PEER_ANSWERS_S = 10.0
-"""How long another receiver may take to grant a lease. It does so when it has compared the states."""
+"""How long a peer, another receiver, may take to grant a lease. It compares its states first."""
 
 
 class Sources:
     """All sources that a fetch was given. Threads of the fetch share it; `changed` guards it.
 
-    `chosen` is the grant of the version to fetch, once it is known. It `is_final` when the metadata of that
-    version was verified. `is_over` ends all threads.
+    `chosen` is the grant of the version to fetch, once it is known. `is_final` is set when the metadata of
+    that version was verified. Setting `is_over` ends all threads.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Sources:
         self.all = [
             RemoteSource(address, tls, max_metadata_bytes, via, port_at=port_at) for address in addresses
         ]
-        self._peers: list[RemoteSource] = []  # that were not asked yet, the best first
+        self._peers: list[RemoteSource] = []  # those that were not asked yet, the best first
         self._asked_s: dict[RemoteSource, float] = {}  # when peers were asked
         self.unanswered = set(self.all)
         self.wanted = wanted
@@ -77,7 +77,7 @@ class Sources:
         _running.add(self)
 
     def start(self, work: Callable[..., object], *args: object) -> threading.Thread:
-        """Run something in a thread of this fetch; raises StateError if there is no memory for one."""
+        """Run `work` in a thread of this fetch; raises StateError if there is no memory for a thread."""
         name = f"torchferry {self._name}: {len(self._threads) + 1}"
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
         try:
@@ -149,17 +149,17 @@ class Sources:
                         found.append(source)
                     elif self.is_final and not self.is_over:
                         self.lose(source, PeerError(f"not used: {reason}"))
-                        # It would keep that version in memory until the end of the fetch.
+                        # Otherwise it would keep that version in memory until the end of the fetch.
                         self.start(source.leave, f"not used: {reason}")
         return found
 
     def add_peers(self, grant: Grant, tls: ssl.SSLContext | None) -> None:
-        """Prefer the receivers that a grant names to the sources that were given.
+        """Let `preferred` ask the receivers that a grant names before the sources that were given.
 
-        A source on this machine is better still: its memory takes no link.
+        If the source is on this machine, they are ignored: nothing is faster than its memory.
         """
         given = next(source for source in self.all if source.grant is grant)
-        # The source names addresses. It can't make this process look names up, or ask itself.
+        # Only numeric addresses: a source can't make this process resolve names, or connect to itself.
         named = [
             peer
             for peer in grant.peers
@@ -181,9 +181,9 @@ class Sources:
     def preferred(self) -> list[RemoteSource]:
         """Return the sources to ask now: one peer if some serve, or else all that were given.
 
-        A peer that serves one other receiver has the same to send as to receive. If each took chunks from
-        several, those at the start of the chain would have more to send. It is empty while the first peers
-        may answer.
+        Each receiver takes chunks from one peer, so a peer sends as much as it receives. If each took chunks
+        from several, peers at the start of the chain would send more. The list is empty while the first
+        peers may still answer.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
@@ -200,7 +200,7 @@ class Sources:
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
             is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + OVERDUE_S
             given = [each for each in serving if not each.is_peer]
-            # If one never delivered anything, the next may be no better.
+            # If a peer rests and never delivered anything, the next one may be no better.
             if any(each.is_peer and not each.report.chunks and each not in peers for each in serving):
                 return peers[:1] + given
             return peers[:1] or ([] if is_first else given or serving)
@@ -217,7 +217,7 @@ class Sources:
             self.changed.notify_all()
 
     def live(self) -> list[RemoteSource]:
-        """Return the sources that delivered chunks of a state that is not a copy, so that it may change."""
+        """Return the sources that delivered chunks of a live state, which may have changed."""
         return [each for each in self.all if each.report.chunks and each.grant and not each.grant.snapshot]
 
     def forget_errors(self) -> None:
@@ -255,10 +255,10 @@ class Sources:
         timeout_s: float,
         wait_for: Sequence[RemoteSource] | None = None,
     ) -> list[RemoteSource]:
-        """Tell sources a result, all at the same time, and return those that do not know it afterwards.
+        """Tell sources a result, all at the same time, and return those that did not acknowledge it.
 
-        With `wait_for`, the answers of the others are waited for only a moment longer.
-        Raises PeerGaveUp if a source does not accept it.
+        With `wait_for`, this waits for these sources, and only a moment longer for the others.
+        Raises PeerGaveUp if a source does not accept the result.
         """
         told: dict[RemoteSource, bool | Exception] = {}
 
@@ -290,7 +290,7 @@ _running: weakref.WeakSet[Sources] = weakref.WeakSet()
 
 @atexit.register
 def _end_fetches() -> None:
-    """End all threads: Python ends those that are left, and if one is in torch's code, the process aborts."""
+    """End all threads before Python does: if it ends one inside torch's code, the process aborts."""
     found = list(_running)
     for sources in found:
         sources.shut_down()

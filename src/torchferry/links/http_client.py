@@ -49,9 +49,10 @@ class ResponseHead:
 class HttpConnection:
     """A connection to a server. One thread uses it and closes it; any thread may shut it down.
 
-    `heard_s` is when it last received something. `connecting` is called with it before it connects, so that
-    another thread can shut it down while it connects. With `local`, the name of a Unix socket, it connects to
-    that. Every method raises LinkBroken if the connection fails, and LinkTimeout if no bytes arrive in time.
+    `heard_s` is when it last received something. `connecting` is called with this object before it connects,
+    so that another thread can shut it down while it connects. With `local`, it connects to the Unix socket of
+    that name. Every method raises LinkBroken if the connection fails, and LinkTimeout if no bytes arrive in
+    time.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class HttpConnection:
         self._in_ring = False  # whether the body of the current response comes through the ring
         self.heard_s = time.monotonic()
         self._parsers: deque[h11.Connection] = deque()  # of the responses that are due
-        self._rest: bytes | bytearray = b""  # what was received behind a head
+        self._rest: bytes | bytearray = b""  # what was received after a head, and not read yet
         self._shut_down_reason = ""
         self._lock = threading.Lock()
         self._sock: socket.socket
@@ -80,7 +81,7 @@ class HttpConnection:
             sockets.prepare(self._sock)
             if address.secure and local is None:
                 context = tls or ssl.create_default_context()
-                # The handshake comes afterwards, so that it can be ended.
+                # The handshake comes afterwards, so that `shut_down` can end it.
                 with self._lock:
                     self._sock = context.wrap_socket(
                         self._sock, server_hostname=address.host, do_handshake_on_connect=False
@@ -181,7 +182,7 @@ class HttpConnection:
             return self._sock.recv(READ_BYTES)
         data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         self._descriptors += descriptors
-        # One is enough. A source that sends more must not exhaust those of this process.
+        # Keep only one, so that a source can't exhaust the descriptors of this process.
         close_all(self._descriptors[1:])
         del self._descriptors[1:]
         return data
@@ -253,7 +254,7 @@ class HttpConnection:
         self.heard_s = time.monotonic()
 
     def _empty(self, ring: Ring, view: memoryview) -> None:
-        """Fill a buffer from a ring. It begins with a slot, as every buffer of the server does."""
+        """Fill a buffer from a ring. Each buffer begins at a new slot, as on the server."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         try:
             for start in range(0, len(view), ring.slot_bytes):
@@ -279,7 +280,7 @@ class HttpConnection:
         """End the connection. The thread that waits for it gets an error."""
         with self._lock:
             self._shut_down_reason = self._shut_down_reason or reason
-            # close() then resets it. Otherwise a server that waits to send may not notice for a minute.
+            # Let close() reset the connection. Otherwise a server that sends may not notice for a minute.
             with suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sockets.shut_down(self._sock)

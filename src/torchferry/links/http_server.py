@@ -42,7 +42,7 @@ MAX_REQUEST_BYTES = 64 << 10
 GUEST_S = 10.0
 """How long a connection may take to send its first request."""
 MAX_GUESTS = 512
-"""The most connections without a token. The oldest is closed for the next."""
+"""The most connections without a token. A new one replaces the oldest."""
 
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
@@ -90,7 +90,7 @@ class Response:
 class Handler(Protocol):
     """What a server serves. Several threads call it at the same time.
 
-    It may have attributes `max_request_bytes` and `idle_s`, instead of MAX_REQUEST_BYTES and IDLE_S.
+    It may have attributes `max_request_bytes` and `idle_s`, which replace MAX_REQUEST_BYTES and IDLE_S.
     """
 
     def answer(self, request: Request) -> Response:
@@ -146,7 +146,7 @@ class _Connection:
         nbytes = response.nbytes or len(response.body)
         ring = None if response.buffers is None else self.ring
         memory = response.memory if ring is None else self.ring_memory
-        # HTTP forbids the length of a response that never has a body.
+        # HTTP forbids Content-Length in a response with status 204.
         headers = [*response.headers]
         headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
         headers += [("Content-Length", str(nbytes))] if response.status != 204 else []
@@ -154,7 +154,7 @@ class _Connection:
         head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
         data = (head or b"") + response.body
         if memory is not None:
-            # A few hundred bytes are always sent as a whole.
+            # A few hundred bytes are always sent in one call.
             socket.send_fds(self.sock, [data], [memory.descriptor])
         else:
             self._send(memoryview(data))
@@ -170,7 +170,7 @@ class _Connection:
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
         self.parser.send(h11.EndOfMessage())
         if ring is not None:
-            # What the client sends next is a request again.
+            # Read all signals of the client. What it sends next is a request.
             ring.flush(self._wait_for_signals)
 
     def _fill(self, ring: Ring, buffer: memoryview) -> None:
@@ -189,8 +189,8 @@ class _Connection:
 class HttpServer:
     """Serves a handler until it is closed. Its threads are daemons, so they never delay the end of Python.
 
-    It listens at `listeners`, of which those of the Unix family are local: they take no TLS, and only
-    connections of the same user. `wake` is called when the process ends: it must end answers that wait.
+    It accepts connections from `listeners`. Those of the Unix family are local: they use no TLS, and accept
+    only connections of the same user. `wake` is called when the process ends: it must end answers that wait.
     """
 
     def __init__(
@@ -233,12 +233,12 @@ class HttpServer:
         self._watcher.join()
 
     def add_handler(self, token: str, handler: Handler) -> None:
-        """Serve another handler to those who have another token, unless that token has a handler already."""
+        """Serve a handler to clients with this token, unless the token has a handler already."""
         with self._lock:
             self._handlers = {f"Bearer {token}".encode(): handler, **self._handlers}
 
     def remove_handler(self, handler: Handler) -> None:
-        """Do not serve a handler any more."""
+        """Stop serving a handler."""
         with self._lock:
             self._handlers = {token: each for token, each in self._handlers.items() if each is not handler}
 
@@ -258,7 +258,7 @@ class HttpServer:
             poll = select.poll()
             poll.register(found.sock, select.POLLIN)
             try:
-                # It sends nothing before it has the answer, so there is nothing to read unless it is gone.
+                # A client sends nothing before it has the answer: its socket is readable only if it is gone.
                 return not poll.poll(0) or bool(found.sock.recv(1, socket.MSG_PEEK))
             except OSError:
                 return False
@@ -277,7 +277,7 @@ class HttpServer:
             self._lock.wait_for(lambda: not connections, LAST_ANSWERS_S)
 
     def close_inherited(self) -> None:
-        """Close the sockets in a forked child, which has none of the threads. Locks may never be released."""
+        """Close the sockets in a forked child, which has no threads. Take no lock: its holder may be gone."""
         for connection in (*self._guests.values(), *self._admitted.values()):
             sockets.close_descriptor(connection.sock)
         for sock in (*self._listeners, self._waker, self._woken):
@@ -300,7 +300,7 @@ class HttpServer:
                         elif key.fileobj is not self._woken:
                             self._accept(key.fileobj)  # type: ignore[arg-type]
                     except Exception as error:
-                        # There may be no memory for a thread or a buffer. Later there may be.
+                        # There is no memory for a thread or a buffer, for example. Later there may be.
                         logger.warning("a connection is closed, because it can't be served: %s", error)
                         if key.data is not None:
                             self._dismiss(key.data)
@@ -379,7 +379,7 @@ class HttpServer:
         threading.Thread(target=self._serve, args=(guest, event, handler), name=name, daemon=True).start()
 
     def _dismiss(self, guest: _Connection) -> None:
-        """Close the connection of a guest, or of one that was admitted and could not get a thread."""
+        """Close the connection of a guest, or of one that was admitted but got no thread."""
         with self._lock:
             self._admitted.pop(guest.number, None)
         with suppress(KeyError, ValueError, OSError):
@@ -462,7 +462,7 @@ _servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
 
 @atexit.register
 def _close_servers() -> None:
-    """End all threads: Python ends those that are left, and if one is in torch's code, the process aborts."""
+    """End all threads before Python does: if it ends one inside torch's code, the process aborts."""
     for server in list(_servers):
         server.wake()
         server.close(finish_s=0.0)

@@ -42,7 +42,7 @@ _MAX_WAIT_S = 3600.0
 
 
 def ring_bytes(payload_bytes: int, receivers: int) -> int:
-    """Return the size of the ring of each receiver. Creating a large one takes longer than it saves.
+    """Return the size of each receiver's ring. For a small payload, creating a large ring would not pay.
 
     >>> ring_bytes(1 << 30, 1), ring_bytes(1 << 30, 64), ring_bytes(8 << 20, 1)
     (4194304, 524288, 1048576)
@@ -63,7 +63,7 @@ class MemoryOffer:
     """
 
     def __init__(self, token: bytes, receiver: int) -> None:
-        _ = os.memfd_create, socket.SO_PEERCRED
+        _ = os.memfd_create, socket.SO_PEERCRED  # raises AttributeError where they do not exist
         self._receiver = receiver
         self._listener = listen_locally(_name(token, receiver))
         self._listener.setblocking(False)
@@ -109,7 +109,7 @@ def take_offer(
 
 
 class MemoryChannel:
-    """One end of the channel. Messages are copied while they are waited for, in the order of their starts.
+    """One end of the channel. A message is copied while it is waited for, in the order of `send` or `recv`.
 
     A message is hashed while its bytes are in the cache, if there is a hasher for it.
 
@@ -158,7 +158,7 @@ class MemoryChannel:
             close_all(descriptors)
             if data == _NO_RING:
                 return
-            raise self._gone("it sent no ring")
+            raise self._gone("the peer sent no ring")
         try:
             memory = map_received(descriptors[0])
             if memory.nbytes >= SLOTS:
@@ -184,7 +184,7 @@ class MemoryChannel:
         return _Step(self, self._flush)
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
-        """Tell the receiver of an abort. It needs no room in a message."""
+        """Tell the receiver that a rank failed. An abort goes over the socket, so it needs no slot."""
         abort = _ABORT + failed_rank.to_bytes(8, "little")
         return [_Step(self, lambda deadline_s: self._send(abort))]
 
@@ -218,7 +218,7 @@ class MemoryChannel:
     @property
     def _opened_ring(self) -> Ring:
         if self._ring is None:
-            raise self._gone("this process has closed it")
+            raise self._gone("this process has closed the ring")
         return self._ring
 
     def _send(self, data: bytes) -> None:
@@ -230,7 +230,7 @@ class MemoryChannel:
             with suppress(TimeoutError):
                 data = self._sock.recv(max_bytes)
                 if not data:
-                    raise self._gone("it has closed it")
+                    raise self._gone("the peer has closed the socket")
                 return data
 
     def _set_timeout(self, deadline_s: float) -> None:
@@ -256,7 +256,7 @@ class MemoryChannel:
     def close(self) -> None:
         """End all waits, and free socket and memory. Nothing is copied afterwards."""
         self.stop()
-        # If a thread is stuck, they are freed with the last reference to this object.
+        # If a thread is stuck, socket and memory are freed with the last reference to this object.
         if self._waiting.acquire(timeout=_STOP_S):
             self._sock.close()
             if self._ring is not None:
@@ -271,7 +271,7 @@ class MemoryChannel:
 
 @dataclass
 class _Step:
-    """A `Pending` that does its work while it is waited for. `work` gets the time when it must end."""
+    """A `Pending` that does its work while it is waited for. The argument of `work` is its deadline."""
 
     channel: MemoryChannel
     work: Callable[[float], None]

@@ -1,10 +1,10 @@
 """Objects in a state: whatever has `state_dict` and `load_state_dict`, such as modules and optimizers.
 
 `read_objects` reads each object once. In the description of the state, the state dict stands in the object's
-place. Receivers write in place what fits, and then give the whole state dict to `load_state_dict`: torch does
-not copy a tensor onto itself, so this costs little for tensors that were written where they are, and it
-runs the object's hooks and keeps what the object derives from its state. Tensors that `state_dict()`
-copied, as fused and quantized modules do, reach the object the same way.
+place. Receivers write in place what fits, and then give the whole state dict to `load_state_dict`. That runs
+the object's hooks, and updates what the object derives from its state. It costs little for tensors that were
+written in place, because torch does not copy a tensor onto itself. If `state_dict()` returned copies, as it
+does for fused and quantized modules, their values reach the object this way too.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ ReadObjects: TypeAlias = Mapping[int, ReadObject]
 
 
 PlacedObjects: TypeAlias = Mapping[Path, ReadObject]
-"""Objects by path, inner ones before outer ones. One that stands in two places has two paths."""
+"""Objects by path, inner ones before outer ones. An object in two places of a state has two paths."""
 
 
 def is_object(value: object) -> bool:
@@ -66,7 +66,7 @@ def is_object(value: object) -> bool:
     if type(value) in _PLAIN_TYPES or is_builtin_container(value) or isinstance(value, type):
         return False
     with suppress(Exception):
-        # A property of somebody's object may raise anything.
+        # The attribute may be a property, which may raise anything.
         return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     return False
 
@@ -77,7 +77,7 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     In a target, modules on the meta device get new tensors in their state dicts.
     """
     found: dict[int, ReadObject] = {}
-    # What was visited is kept alive, because another object could get its id.
+    # This keeps visited values alive. Otherwise a new one could get the id of one that was freed.
     visited: dict[int, object] = {}
     made: dict[int, object] = {}
     pending = [state]
@@ -113,7 +113,7 @@ def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
     elif isinstance(value, Module) and any(t.is_meta for t in chain(value.parameters(), value.buffers())):
         earlier, state = value.state_dict(keep_vars=True), value.state_dict()
         for key, tensor in earlier.items():
-            # One for each parameter, in all modules, so that tied parameters stay tied.
+            # One new tensor for each parameter, in all modules, so that tied parameters stay tied.
             if id(tensor) not in made:
                 made[id(tensor)] = _materialized(tensor)
             state[key] = made[id(tensor)]
@@ -131,11 +131,12 @@ def _materialized(tensor: Any) -> Any:
 def _load_exactly(optimizer: Optimizer, state: Any) -> None:
     """Load the state of an optimizer without its casts: torch casts state tensors to the parameter's dtype.
 
-    Hooks of the user run as always: these see the state dict after the user's, and the state before them.
+    The hooks here get the state dict after the user's pre-hooks, and undo the casts before the user's
+    post-hooks.
     """
     seen: dict[str, Any] = {}
     hooks: list[Any] = []
-    # A wrapper may never have initialized its base class, and has no hooks then.
+    # A wrapper that never called Optimizer.__init__ has no hooks.
     with suppress(AttributeError):
         hooks.append(optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.update(given)))
         undo = partial(_undo_casts, seen)
@@ -157,7 +158,7 @@ def _undo_casts(given: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def _uncast(loaded: Any, given: Any) -> Any:
-    """Return what was loaded, with given tensors in the place of those that have another dtype."""
+    """Return what was loaded, with the given tensor in place of each one whose dtype was changed."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if type(loaded) is dict and isinstance(given, dict):

@@ -1,7 +1,7 @@
 """The types that may be sent besides the built-in ones, by name: the user's own, and those of libraries.
 
 A name on the wire is only looked up here. Nothing is imported, and no constructor runs: instances are
-created without `__init__`, from their fields or items alone. Only a tensor subclass takes part itself: its
+created without `__init__`, from their fields or items alone. The exception is a tensor subclass: its
 `__tensor_unflatten__` is called with the tensors that were received.
 """
 
@@ -20,7 +20,7 @@ from torchferry.torch_internals import nested_tensor_class
 
 T = TypeVar("T", bound=type)
 
-_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are not built in
+_HEAP_TYPE = 1 << 9  # CPython's flag for classes that are not built in
 
 _types: dict[str, type] = {"torch.torch_version.TorchVersion": TorchVersion}
 
@@ -55,7 +55,7 @@ def register(cls: T) -> T:
 
 
 def register_known(library: str) -> tuple[type, ...]:
-    """Register the tensor subclasses of a library, and what describes them: "torch" or "torchao".
+    """Register the tensor subclasses of a library, "torch" or "torchao", and the types that they need.
 
     For torch, these are jagged nested tensors and semi-structured sparse tensors. For torchao, they are the
     classes of its quantized and float8 weights and its optimizer states, with their enums and dataclasses.
@@ -86,7 +86,7 @@ def _types_of_torchao() -> Iterator[type]:
     import torchao.optim
     import torchao.quantization  # noqa: F401
 
-    # The classes that they need, wherever torchao defines them. Some are named after another module.
+    # All classes of the modules that this has imported. Some have a `__module__` that is another module.
     for name in [name for name in sys.modules if name.startswith("torchao.")]:
         for found in list(vars(sys.modules[name]).values()):
             is_own = isinstance(found, type) and found.__module__.startswith("torchao.")
@@ -128,7 +128,7 @@ def is_tensor_subclass(cls: type) -> bool:
 
 def is_record(cls: type) -> bool:
     """Return whether a class is a namedtuple or a dataclass, whose instances are built from their fields."""
-    # An enum may also be one, but its members can't be built from fields.
+    # An enum may also be a dataclass, but its members can't be built from fields.
     is_enum = issubclass(cls, enum.Enum)
     return not is_enum and (is_namedtuple(cls) or dataclasses.is_dataclass(cls))
 

@@ -12,9 +12,9 @@ import torch
 class RNG:
     """The global random number generators: Python's, numpy's, torch's on the CPU, and those of accelerators.
 
-    Put it into a state like any other object: `{"model": model, "rng": torchferry.RNG()}`. The receiver's
-    next random numbers are those that the source drew next after it published. Instances hold nothing, so
-    all are alike.
+    Put it into a state like any other object: `{"model": model, "rng": torchferry.RNG()}`. The receiver then
+    draws the random numbers that the source draws after it published. Instances hold nothing, so any one can
+    be used.
 
     numpy's generator is sent if the source has imported numpy, and ignored by receivers without numpy. The
     state of the source's current accelerator goes to the receiver's current one, and the states of the others
@@ -22,7 +22,7 @@ class RNG:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all generators. Those of a generator's words are tensors."""
+        """Return the states of all generators. Their arrays of words are tensors."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
@@ -42,7 +42,7 @@ class RNG:
         """Set the states of all generators that both sides have."""
         python, numpy_state = state["python"], state.get("numpy")
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        # In place, the tensor may be a view of other memory, which torch rejects.
+        # A tensor that was received in place may be a view of larger memory, which torch rejects.
         torch.set_rng_state(state["torch"].clone())
         if numpy_state is not None:
             with suppress(ImportError):

@@ -1,7 +1,7 @@
 """Large bytes: from 64 KiB on, bytes, bytearray, BytesIO and array.array are payload, as tensors are.
 
-They are values all the same: nothing is written into a local one, and the received one takes its place.
-Smaller ones are values in the manifest.
+Like other values, they are never written in place: the received one replaces the local one. Smaller ones are
+values in the manifest.
 """
 
 import array
@@ -47,7 +47,7 @@ def _describe(value: Any, add_tensor: AddTensor) -> Leaf:
     if cls is array.array:
         form = BufferForm("array", 0, value.typecode, value.itemsize)
     elif cls is io.BytesIO:
-        # A copy is made only when it is written to.
+        # `getvalue` does not copy. Python copies when the stream is written to.
         form, value = BufferForm("BytesIO", value.tell(), "", 1), value.getvalue()
     if type(value) is bytes:
         data = strided(memory_of_bytes(value), torch.uint8, 0, (len(value),), (1,))
@@ -58,7 +58,7 @@ def _describe(value: Any, add_tensor: AddTensor) -> Leaf:
 
 
 def value_from_bytes(leaf: Leaf, data: bytes) -> object:
-    """Return the value of a leaf that has these bytes. bytes and BytesIO do not copy them."""
+    """Return the value of a leaf that has these bytes. They are not copied for bytes and BytesIO."""
     form = BufferForm.read(leaf.traits)
     if form.type == "bytearray":
         return bytearray(data)
@@ -68,9 +68,9 @@ def value_from_bytes(leaf: Leaf, data: bytes) -> object:
 
 
 def make_array(data: bytes, typecode: str, itemsize: int) -> object:
-    """Create an array of a peer; raise ValueError if this machine has no such items."""
+    """Create an array from what a peer sent; raises ValueError if this machine has no such item type."""
     if typecode not in array.typecodes or array.array(typecode).itemsize != itemsize:
-        raise ValueError(f"{show(typecode)} is no type of array with items of {itemsize} bytes here")
+        raise ValueError(f"this machine has no array type {show(typecode)} with items of {itemsize} bytes")
     return array.array(typecode, data)
 
 
@@ -88,11 +88,12 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     form, (spec,) = BufferForm.read(leaf.traits), specs
     if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.stride != (1,):
-        raise ValueError(f"its tensor is {show_name(spec.dtype)}{show(spec.shape)}, expected uint8 in a row")
+        found = f"{show_name(spec.dtype)}{show(spec.shape)}"
+        raise ValueError(f"its tensor is {found}, expected a contiguous uint8 tensor of one dimension")
     if form.type == "array":
         make_array(b"", form.typecode, form.itemsize)
         if spec.shape[0] % form.itemsize:
-            raise ValueError(f"it has {spec.shape[0]} bytes in items of {form.itemsize}")
+            raise ValueError(f"its {spec.shape[0]} bytes are not a multiple of the item size {form.itemsize}")
 
 
 BUFFERS = Kind(BUFFER, _describe, _rebuild, 1, None, BufferForm, _check)

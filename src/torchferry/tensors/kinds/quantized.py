@@ -1,7 +1,7 @@
 """torch's quantized tensors: their integers, scales and zero points are sent as plain tensors.
 
-A tensor that is quantized as a whole has numbers as scale and zero point. They are sent as tensors of one
-item, because they are payload: a local tensor takes them over in place.
+A tensor that is quantized as a whole has one number as scale and one as zero point. They are sent as tensors
+of one item, because they are payload: a local tensor takes them over in place.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _describe(tensor: torch.Tensor, add_tensor: AddTensor) -> Leaf:
     fixed = QuantizedFixed(dtype_name(data.dtype), scheme, tuple(data.shape), axis)
     shape, stride, offset = fixed.size, tuple(data.stride()), int(data.storage_offset())
     if fixed.dtype in _PACKED:
-        # It is contiguous: torch has no views of such tensors.
+        # It is contiguous: torch has no views of packed tensors.
         shape, stride = (_packed_bytes(fixed),), (1,)
     integers = DTYPES[_INTEGERS[fixed.dtype]]
     memory = Memory(data.untyped_storage(), offset * integers.itemsize, data.device)
@@ -72,7 +72,7 @@ def _packed_bytes(fixed: QuantizedFixed) -> int:
 
 
 def _make(leaf: Leaf, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Create a quantized tensor over the memory of its integers, with copies of the other parts."""
+    """Create a quantized tensor over the memory of its integers, with copies of scales and zero points."""
     fixed, (items, scales, zeros) = QuantizedFixed.read(leaf.fixed), parts
     dtype, axes = DTYPES[fixed.dtype], range(len(fixed.size))
     shape = [len(scales) if axis == fixed.axis else 1 for axis in axes]
@@ -92,7 +92,7 @@ def _rebuild(leaf: Leaf, parts: list[torch.Tensor], context: RebuildContext) -> 
 
 
 def _finish_in_place(leaf: Leaf, local: Any, parts: Sequence[torch.Tensor]) -> object:
-    # `copy_` of a quantized tensor takes over scales and zero points. Integers are copied to themselves.
+    # `copy_` also sets scales and zero points. It copies the integers, which are received, onto themselves.
     with torch.no_grad():
         local.copy_(_make(leaf, parts))
     return local
@@ -101,7 +101,7 @@ def _finish_in_place(leaf: Leaf, local: Any, parts: Sequence[torch.Tensor]) -> o
 def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     fixed, (items, scales, zeros) = QuantizedFixed.read(leaf.fixed), specs
     if fixed.dtype not in _INTEGERS or fixed.scheme not in _PARAMETERS:
-        raise ValueError(f"its dtype is {show(fixed.dtype)} and its scheme {show(fixed.scheme)}")
+        raise ValueError(f"its dtype {show(fixed.dtype)} or scheme {show(fixed.scheme)} is not supported")
     check_grad_flags(leaf.traits or 0, fixed.dtype)  # type: ignore[arg-type]
     if prod(n for n in fixed.size if n) >= 2**60:
         raise ValueError(f"its shape {show(fixed.size)} has more items than torch can count")
@@ -113,10 +113,12 @@ def _check(leaf: Leaf, specs: Sequence[TensorSpec]) -> None:
     channels = 1
     if fixed.scheme != _PER_TENSOR:
         if fixed.axis >= len(fixed.size):
-            raise ValueError(f"the axis of its channels is {fixed.axis} of {len(fixed.size)}")
+            raise ValueError(
+                f"its channels are on axis {fixed.axis}, but it has {len(fixed.size)} dimensions"
+            )
         channels = fixed.size[fixed.axis]
     for spec, dtype in zip((scales, zeros), _PARAMETERS[fixed.scheme], strict=True):
-        # torch copies them, so they must not be expanded.
+        # torch copies them, so they must not be expanded: a small payload could become a large copy.
         if (spec.dtype, spec.shape, spec.stride) != (dtype, (channels,), (1,)):
             found = f"{show_name(spec.dtype)}{show(spec.shape)}"
             raise ValueError(f"its scales or zero points are {found}, expected {dtype}[{channels}]")

@@ -50,7 +50,7 @@ class SubclassFixed(Form, frozen=True):
 
 
 class SubclassTraits(Form, frozen=True):
-    """The flags of every node, then those of every inner tensor."""
+    """The grad flags of every node, then those of every inner tensor."""
 
     grad: tuple[GradFlags, ...]
 
@@ -77,7 +77,7 @@ def describe_nodes(outer: torch.Tensor, add_tensor: AddTensor) -> tuple[list[int
 
 
 def _flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
-    from torchferry.tensors.values import to_wire  # which imports kinds
+    from torchferry.tensors.values import to_wire  # here, because that module imports kinds
 
     tensors: dict[int, torch.Tensor] = {}
     nodes: list[Node] = []
@@ -99,7 +99,7 @@ def _flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
                 members.append((attribute, ~len(pending)))
                 pending.append(member)
         if type(context) is dict and context.get(_GRAD) == tensor.requires_grad:
-            # It is a flag, which a local tensor keeps. `build_nodes` puts it back.
+            # requires_grad is a grad flag, which a local tensor keeps. `build_nodes` puts it back.
             context = {**context, _GRAD: None}
         size, stride = (
             tuple(n if type(n) is int else None for n in t) for t in (tensor.shape, tensor.stride())
@@ -159,13 +159,17 @@ def check_nodes(nodes: Nodes, flags: Sequence[int], specs: Sequence[TensorSpec])
         if len(dict(node.members)) < len(node.members):
             raise ValueError("two of its inner tensors have the same name")
         if any(not number < ~member < len(nodes) for _, member in node.members if member < 0):
-            raise ValueError(f"node {number} has the members {show(node.members)}")
+            raise ValueError(
+                f"node {number} of {len(nodes)} has members that are not later nodes: {show(node.members)}"
+            )
         referred += [member for _, member in node.members]
         sizes = [n for n in (*node.size, *node.stride) if n]
         if len(node.size) != len(node.stride) or prod(sizes) * DTYPES[node.dtype].itemsize >= 2**63:
-            raise ValueError(f"its size is {show(node.size)} and its stride {show(node.stride)}")
+            raise ValueError(
+                f"its size {show(node.size)} and stride {show(node.stride)} do not match, or are too large"
+            )
         from_wire(node.context)
-    # Every tensor is in some node, and every node but the outermost in one.
+    # Every tensor must be in some node, and every node except the outermost in exactly one.
     inner = [~member for member in referred if member < 0]
     if sorted(inner) != [*range(1, len(nodes))] or {*referred} - {~n for n in inner} != {*range(len(specs))}:
         raise ValueError(f"its {len(nodes)} nodes are not a tree that has all its {len(specs)} tensors")
