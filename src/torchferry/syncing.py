@@ -169,7 +169,9 @@ class _Call:
         self._described: Description | None = None
 
     def run(self) -> Synced:
-        coordinator = Coordinator(self._rank, self._size, self._deadline_s, self._source.is_connected)
+        coordinator = Coordinator(
+            self._rank, self._size, self._look_up, self._deadline_s, self._source.is_connected
+        )
         member = Member(self._rank, self._size, self._look_up, coordinator, self._deadline_s)
         address = self._source.attach(coordinator)
         reason = "it ended its call"
