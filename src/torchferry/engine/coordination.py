@@ -353,6 +353,7 @@ class Member:
                 reason = body.decode(errors="replace")
                 is_lost = head.status == LEASE_ENDED or bool(self.ranks)
             except LinkTimeout:
+                self.close()  # it would not answer when this rank leaves, either
                 what = f"rank {self.coordinator}, which coordinates, did not answer in time"
                 raise LinkTimeout(what, peer=self.coordinator) from None
             except LinkBroken:
