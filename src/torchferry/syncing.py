@@ -173,7 +173,9 @@ class _Call:
         self._described: Description | None = None
 
     def run(self) -> Synced:
-        coordinator = Coordinator(self._rank, self._size, self._deadline_s, self._source.is_connected)
+        coordinator = Coordinator(
+            self._rank, self._size, self._look_up, self._deadline_s, self._source.is_connected
+        )
         member = Member(self._rank, self._size, self._look_up, coordinator, self._deadline_s)
         address = self._source.attach(coordinator)
         reason = "it ended its call"
@@ -202,7 +204,7 @@ class _Call:
         """
         global_rank = dist.get_rank() if dist.is_initialized() else self._rank
         own = Join(global_rank, self._version, self._called, self._trust, address, self._source.address)
-        order, state, report = Order(-1), self._state, None
+        order, state, report, has_served = Order(-1), self._state, None, False
         answer = member.say(join=own)
         while not isinstance(answer, Finished):
             if isinstance(answer, Refusal):
@@ -214,6 +216,8 @@ class _Call:
             elif isinstance(answer, Order):
                 order = answer
                 self._serve(order.serves)
+                # If the coordinator is lost when all have received, the next order has nothing to serve.
+                has_served = has_served or bool(order.serves)
                 answer = member.say(ready=order.coordinator)
             else:
                 if order.takes and not member.has_received:
@@ -223,7 +227,7 @@ class _Call:
                     answer = member.say(done=True)
                 except LinkTimeout as error:
                     answer = Finished({member.coordinator: error.what})
-        role: Role = "receiver" if member.has_received else "source" if order.serves else "idle"
+        role: Role = "receiver" if member.has_received else "source" if has_served else "idle"
         return Synced(self._target, role, state, report, answer.failed)
 
     def _describe(self) -> Has:

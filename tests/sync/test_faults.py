@@ -105,6 +105,7 @@ def check_the_living(
         found = outcome.value
         assert found["values"] == [5.0], found
         assert "error" not in found, found
+        assert found["role"] == ("source" if outcome.rank in SOURCES else "receiver"), found
         assert not named or set(victims) <= set(found["failed"]), found
         assert found["ended_s"] - struck_s < NOTICED_S + 2.0, found
 
@@ -149,6 +150,39 @@ def test_a_rank_that_is_killed_while_others_have_not_joined_does_not_hide_who_is
             assert outcome.value["late"]
             assert "rank 3 did not call it in time" in outcome.value["error"]
             assert outcome.value["seconds"] < 5
+
+
+def call_late(rank: int, late: int, by_s: float, victim: int, absent: int, timeout_s: float) -> Any:
+    """Sync, one rank later than the others. Meanwhile the victim is killed."""
+    dist.barrier()  # new workers start at different times
+    if rank == absent:
+        return None
+    if rank == late:
+        time.sleep(by_s)
+    if rank == victim:
+        threading.Timer(by_s / 2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    state, begin_s = {"w": torch.full((1000,), 5.0 if rank == 0 else 0.0)}, time.monotonic()
+    try:
+        result = torchferry.sync(state, 5 if rank == 0 else None, timeout=timeout_s)
+    except TimeoutError as error:
+        return str(error)
+    return state["w"][0].item(), [*result.failed], time.monotonic() - begin_s
+
+
+def test_a_rank_that_is_killed_before_the_coordinator_calls_does_not_keep_the_others(five: Cluster) -> None:
+    outcomes = five.start([(call_late, (0, 1.6, 2, -1, 20.0))] * RANKS, timeout_s=40).outcomes()
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            value, failed, seconds = outcome.value
+            assert (value, failed) == (5.0, [2])
+            assert seconds < (0.0 if outcome.rank == 0 else 1.6) + NOTICED_S + 1.0
+
+
+def test_every_rank_names_the_absent_one_also_if_the_coordinator_calls_later(quad: Cluster) -> None:
+    outcomes = quad.start([(call_late, (0, 1.6, -1, 2, 3.0))] * 4, timeout_s=20).outcomes()
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert "rank 2 did not call it in time; nothing was written" in outcome.value
 
 
 @pytest.mark.slow

@@ -83,6 +83,13 @@ class TestFSDP2:
             assert len(paths) == 12
             assert {(part.position, part.ranks) for part in error.parts} == {("(2)", (2,))}
 
+    def test_shards_without_rows_are_not_lost(self, quad: Cluster) -> None:
+        # The second layer has three rows, so rank 3 holds nothing of it.
+        for error in errors_of(quad, heal, (4,), [3]):
+            assert isinstance(error, torchferry.PartsLost)
+            moments = [f"optim.state[{n}].{name}" for n in (0, 1) for name in ("exp_avg", "exp_avg_sq")]
+            assert [part.path for part in error.parts] == ["model.0.weight", "model.0.bias", *moments]
+
     def test_nobody_behind_finds_all_shards_equal_to_themselves(self, quad: Cluster) -> None:
         assert all(answer["role"] == "idle" for answer in quad.run(heal, (4,), []))
 

@@ -49,7 +49,8 @@ class Post(Struct, frozen=True, omit_defaults=True):
     """What a rank posts. Fields that it posted before may be left out, unless the coordinator is a new one.
 
     `ready` names the assignment that it is ready for, by the coordinator that made it. A rank that `failed`
-    leaves the sync. `gone` has the coordinators that were lost, with the reasons.
+    leaves the sync. `gone` has the coordinators that were lost, with the reasons. `left_s` is how long the
+    rank can wait for the answer.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Post(Struct, frozen=True, omit_defaults=True):
     done: bool = False
     failed: str | None = None
     gone: dict[int, str] = {}
+    left_s: float | None = None
 
 
 class Target(Struct, frozen=True, tag=True):

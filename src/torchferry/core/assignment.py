@@ -140,6 +140,7 @@ class _Wanted:
             self._parts[path].append(part)
         self._paths = {rank: {path for path, _ in numbers[rank]} for rank in sources}
         self._lost: defaultdict[tuple[Path, str], list[int]] = defaultdict(list)
+        self._lost_empty: defaultdict[tuple[Path, str], list[int]] = defaultdict(list)
         self._own: set[Path] = set()
 
     def by(self, rank: int, table: Table) -> tuple[int, dict[Key, int]]:
@@ -154,12 +155,22 @@ class _Wanted:
         tree = next((each for each, paths in self._paths.items() if required <= paths), rank)
         model = self._sources.get(tree, table).manifest
         positions = {part.layout: part for part in parts.values() if part is not None}
+        # A tensor may have fewer rows than ranks. Then some ranks hold nothing of it, and lose nothing.
+        empty = {
+            part
+            for path, leaf in own.items()
+            if (part := parts[path]) is not None and _is_empty(leaves[leaf], table.manifest)
+        }
         numbers: dict[Key, int] = {}
         for number, (path, leaf) in enumerate(occurrences(model)):
             part = parts.get(path) or self._part_of(model.leaves[leaf], table.global_rank)
             if path not in parts and part is not None:
                 # The moments of an optimizer are split as its parameters are, also on a mesh of other ranks.
                 part = positions.get(part.layout, part)
+            if part in empty and part not in self._parts[path]:
+                if path not in parts:
+                    self._lost_empty[path, part.position].append(rank)
+                continue
             key = self._key(path, part, rank, is_tensor=bool(model.leaves[leaf].parts))
             if key is not None:
                 numbers[key] = number
@@ -180,16 +191,22 @@ class _Wanted:
         return None
 
     def raise_if_lost(self) -> None:
-        if not self._lost:
+        # A part without bytes for which there is no tensor yet can't be made up either, but it is no loss.
+        found = self._lost or self._lost_empty
+        if not found:
             return
-        lost = [LostPart(format_path(path), where, tuple(who)) for (path, where), who in self._lost.items()]
+        lost = [LostPart(format_path(path), where, tuple(who)) for (path, where), who in found.items()]
         served = [path for path in self._parts if path not in self._own]
-        hints = wrapper_hints(served, [path for path, _ in self._lost if path not in self._parts])
+        hints = wrapper_hints(served, [path for path, _ in found if path not in self._parts])
         advice = (
             f"{show_ranks(list(self._sources))} {'has' if len(self._sources) == 1 else 'have'} the version: "
         )
         advice += "load a checkpoint, or start the ranks that hold the rest"
         raise PartsLost(lost, "\n  ".join([*hints, advice]))
+
+
+def _is_empty(leaf: Leaf, manifest: Manifest) -> bool:
+    return bool(leaf.parts) and all(0 in manifest.tensors[part].shape for part in leaf.parts)
 
 
 def is_below(path: Path, above: Collection[str]) -> bool:

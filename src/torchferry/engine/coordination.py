@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from msgspec import msgpack, structs
@@ -58,6 +59,9 @@ _STALE_S = 0.8
 _LOOK_S = 0.2
 """How often a coordinator checks whether a rank that waits for an answer is still connected."""
 
+_DEAD_S = 0.5
+"""How long nothing may listen at the address that a rank has in the store. It removes it before it closes."""
+
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
@@ -74,24 +78,41 @@ _LOST = "its connection was lost: the process ended, or can't be reached"
 class Coordinator:
     """Collects the posts of all ranks, and answers a step when all ranks have taken it. An HTTP handler.
 
+<<<<<<< HEAD
     `is_connected` returns whether the client of a connection is still there.
+=======
+    `is_connected` tells whether the client of a connection is still there. `look_up` is that of `Member`.
+>>>>>>> attack16b
     """
 
     max_request_bytes = 1 << 30
     idle_s = 1e6
 
-    def __init__(self, rank: int, size: int, deadline_s: float, is_connected: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        look_up: Callable[[int], str | None],
+        deadline_s: float,
+        is_connected: Callable[[int], bool],
+    ) -> None:
         self._rank, self._size, self._deadline_s = rank, size, deadline_s
-        self._is_connected = is_connected
+        self._look_up, self._is_connected = look_up, is_connected
         self._changed = threading.Condition()
         self._said: dict[int, Post] = {}  # all fields that each rank has posted
         self._gone: dict[int, str] = {}  # the ranks that were lost or failed, with the reasons
         self._connections: dict[int, int] = {}  # of each rank
+        self._deadlines: dict[int, float] = {}  # of each rank: those that called earlier have earlier ones
         self._answered: set[int] = set()  # the ranks that got their last answer
         # The ranks that wait for an answer, or may not have read their last one.
         self._waiting: set[int] = set()
         self._assignment: Assignment | Refusal | None = None
+<<<<<<< HEAD
         self._watched: set[int] = set()  # the ranks that have a thread in `_watch`
+=======
+        self._watched: set[int] = set()
+        self._looks = False
+>>>>>>> attack16b
         self._closed: str | None = None
         self.ranks: Mapping[int, Join] = {}
 
@@ -155,6 +176,8 @@ class Coordinator:
         news = {name: value for name, value in structs.asdict(post).items() if value is not None}
         self._said[rank] = post if post.join is not None else structs.replace(known, **news)
         self._connections[rank] = connection
+        if post.left_s is not None:
+            self._deadlines[rank] = time.monotonic() + post.left_s
         for other, reason in post.gone.items():
             # Keep the reason of a rank that knows why, not that of one that only lost the connection.
             if self._gone.get(other, _LOST) == _LOST:
@@ -168,7 +191,32 @@ class Coordinator:
                 if other not in (*self._said, *self._gone, *self._watched):
                     self._watched.add(other)
                     threading.Thread(target=self._watch, args=(other, join.coordinator), daemon=True).start()
+        if rank == self._rank and not self._looks:
+            self._looks = True
+            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
         self._changed.notify_all()
+
+    def _look_for_dead(self) -> None:
+        """Until all ranks have joined, note those that were killed before they could connect to this one."""
+        dead: dict[str, float] = {}  # since when, by address
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed is not None or not self._missing(), _LOOK_S):
+                    return
+                missing = self._missing()
+            for rank in missing:
+                address = None
+                with suppress(FerryError):
+                    address = self._look_up(rank)
+                if not address or address == CALLED or _can_be_reached(address):
+                    continue
+                if time.monotonic() - dead.setdefault(address, time.monotonic()) >= _DEAD_S:
+                    with self._changed:
+                        if rank in self._missing():
+                            self._lose(rank, _LOST)
+
+    def _missing(self) -> list[int]:
+        return [each for each in range(self._size) if each not in self._said and each not in self._gone]
 
     def _watch(self, rank: int, address: str) -> None:
         """Hold a connection to a rank that has not posted yet, and mark the rank as lost when it closes."""
@@ -195,7 +243,7 @@ class Coordinator:
             return Go()
         here = {each: self._said.get(each) for each in range(self._size) if each not in self._gone}
         said = {each: post for each, post in here.items() if post is not None and post.join is not None}
-        is_late = time.monotonic() >= self._deadline_s
+        is_late = time.monotonic() >= min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
         if isinstance(self._assignment, Refusal) and not mine.done:
             return self._assignment
         if len(said) < len(here) and not mine.done:
@@ -247,7 +295,19 @@ def _version_of(has: Has | None) -> int | None:
     return None if has is None else has.version
 
 
+<<<<<<< HEAD
 def _lease_ended(reason: str) -> Response:
+=======
+def _can_be_reached(address: str) -> bool:
+    try:
+        HttpConnection(parse_address(address), None, _GRACE_S).close()
+    except LinkError:
+        return False
+    return True
+
+
+def _left(reason: str) -> Response:
+>>>>>>> attack16b
     return Response(LEASE_ENDED, reason.encode())
 
 
@@ -295,6 +355,7 @@ class Member:
         while True:
             if self._connection is None:
                 self._connection, post = self._connect(), self._said
+            post = structs.replace(post, left_s=self._left_s())
             try:
                 head = self._connection.request(
                     "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _GRACE_S
@@ -308,7 +369,12 @@ class Member:
                 reason = body.decode(errors="replace")
                 is_lost = head.status == LEASE_ENDED or bool(self.ranks)
             except LinkTimeout:
+<<<<<<< HEAD
                 what = f"rank {self.coordinator}, the coordinator, did not answer in time"
+=======
+                self.close()  # it would not answer when this rank leaves, either
+                what = f"rank {self.coordinator}, which coordinates, did not answer in time"
+>>>>>>> attack16b
                 raise LinkTimeout(what, peer=self.coordinator) from None
             except LinkBroken:
                 # If the store has another address by now, this one was of an earlier call.

@@ -10,21 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchferry.core.assignment import Assignment, Part, Table, assign
-from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest
+from torchferry.core.manifest import VALUE, Branch, Leaf, Manifest, TensorSpec
 from torchferry.core.tree import occurrences
 from torchferry.errors import Difference, LostPart, PartsLost, ReplicasDiffer
 
+TENSORS = TensorSpec("float32", 4, (1,), (1,), 0, 0), TensorSpec("float32", 4, (0,), (1,), 0, 0)
+
 
 def table(rank: int, leaves: dict[str, Any], **more: Any) -> Table:
-    """A rank with tensors: a text is its bytes, "bytes@position" a shard. Numbers are values."""
+    """A rank with tensors: a text is its bytes, "bytes@position" a shard. Numbers are values.
+
+    A tensor of "nothing" has no elements.
+    """
     found, digests = [], []
     for content in leaves.values():
         content, _, position = str(content).partition("@")
         kind = VALUE if content.isdigit() else "tensor"
-        found.append(Leaf(kind, () if kind == VALUE else (0,), fixed=position or None))
+        found.append(
+            Leaf(kind, () if kind == VALUE else (int(content == "nothing"),), fixed=position or None)
+        )
         digests.append(content.encode().ljust(16))
     children = tuple(range(len(found)))
-    manifest = Manifest(~0, (Branch("dict", children, tuple(leaves)),), tuple(found), (), ())
+    manifest = Manifest(~0, (Branch("dict", children, tuple(leaves)),), tuple(found), TENSORS, (4,))
     return Table(rank, manifest, digests, **more)
 
 
@@ -91,6 +98,15 @@ def test_what_nobody_has_is_listed_for_all_that_need_it() -> None:
     with pytest.raises(PartsLost) as raised:
         assigned(sources, {**receivers, 5: table(5, {"other": "?"})})
     assert raised.value.parts == (LostPart("w", "1", (1, 3)), LostPart("other", "", (5,)))
+
+
+def test_shards_without_elements_are_never_lost() -> None:
+    sources = {0: table(0, {"w": "a@0", "b": "b", "m": "m@0"})}
+    receiver = {1: table(1, {"w": "nothing@1", "b": "?", "m": "nothing@1"})}
+    assert assigned(sources, receiver) == {1: {"b": (0,)}}
+    with pytest.raises(PartsLost) as raised:
+        assigned(sources, {1: table(1, {"w": "nothing@1", "b": "?", "other": "?"})})
+    assert raised.value.parts == (LostPart("other", "", (1,)),)
 
 
 def test_another_kind_of_tensor_is_left_to_the_comparison() -> None:
