@@ -140,3 +140,10 @@ def test_a_large_memoryview_is_payload_and_arrives_as_bytes(name: str) -> None:
     assert_same(transfer(view).state, bytes(view))
     with serve({"view": view}, version=1) as source:
         assert_same(fetch(source.address, into={"view": b""}).state, {"view": bytes(view)})
+
+
+def test_a_stream_goes_on_sharing_its_bytes() -> None:
+    shared = io.BytesIO(DATA)
+    address = describe(DATA).memories[0].storage.data_ptr()
+    for _ in range(2):
+        assert describe(shared).memories[0].storage.data_ptr() == address

@@ -43,7 +43,8 @@ def is_large(value: Any) -> bool:
     if cls not in _TYPES:
         return False
     if cls is io.BytesIO:
-        return not value.closed and value.getbuffer().nbytes >= MIN_BYTES
+        # `getbuffer()` would copy bytes that the stream shares, and keep the copy.
+        return not value.closed and len(value.getvalue()) >= MIN_BYTES
     if cls is memoryview:
         return bool(value.nbytes >= MIN_BYTES)
     return len(value) * (value.itemsize if cls is array.array else 1) >= MIN_BYTES
