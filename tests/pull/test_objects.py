@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -735,3 +736,126 @@ def test_a_failed_fetch_into_objects_without_tensors_overwrites_nothing() -> Non
 def test_what_can_not_be_sent_is_named_with_its_path() -> None:
     with pytest.raises(torchferry.Unsendable, match=r"o\.x: "):
         serve({"o": Stateful({"x": object()})}, version=1)
+
+
+# Tensor subclasses and generators in objects.
+
+
+class Quantized(torch.Tensor):
+    """Integers and a scale. `copy_` quantizes again, as that of some libraries does."""
+
+    items: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, items: torch.Tensor, scale: torch.Tensor) -> Quantized:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, items.shape, dtype=torch.float32)
+        made.items, made.scale = items, scale
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["items", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: object, size: object, stride: object) -> Quantized:
+        return cls(inner["items"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].items, args[0].scale)
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            floats = source.items.float() * source.scale
+            target.scale.copy_(floats.abs().max() / 127)
+            target.items.copy_((floats / target.scale).round())
+            return target
+        raise NotImplementedError(f"{func} of a Quantized")
+
+
+torchferry.register(Quantized)
+
+
+class QuantizedNet(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        items = torch.arange(seed, seed + 6, dtype=torch.int8)
+        self.weight = nn.Parameter(Quantized(items, torch.tensor(0.5 * seed)), requires_grad=False)
+        self.bias = nn.Parameter(torch.full((2,), float(seed)))
+
+
+class CopiedNet(QuantizedNet):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        weight = found["weight"]
+        return {**found, "weight": Quantized(weight.items.clone(), weight.scale.clone())}
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("net", [QuantizedNet, CopiedNet])
+def test_a_module_of_tensor_subclasses_is_not_quantized_again(net: Any, atomic: bool) -> None:
+    sent, local = net(1), net(2)
+    weight = local.weight
+    ship({"net": sent}, {"net": local}, atomic=atomic)
+    assert local.weight is weight
+    assert torch.equal(weight.items, sent.weight.items)
+    assert torch.equal(weight.scale, sent.weight.scale)
+    assert torch.equal(local.bias, sent.bias)
+
+
+def test_state_of_an_optimizer_in_tuples_and_deques_is_not_cast() -> None:
+    class Keeping(optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            third = torch.ones(2) / 3
+            for param in self.param_groups[0]["params"]:
+                self.state[param] = {"pair": (third, 1), "recent": deque([third.clone()], maxlen=4)}
+
+    params = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    sent, local = (Keeping([param], {}) for param in params)
+    sent.step()
+    ship({"optim": sent}, {"optim": local})
+    assert_same(local.state[params[1]], sent.state[params[0]])
+
+
+@pytest.mark.parametrize("order", [("rng", "loader"), ("loader", "rng")])
+def test_generators_are_exact_beside_objects_that_draw(order: tuple[str, ...]) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {"seed": int(torch.randint(100, ()))}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            torch.rand(3)
+
+    def state() -> dict[str, Any]:
+        return {name: torchferry.RNG() if name == "rng" else Loader() for name in order}
+
+    torch.manual_seed(1)
+    with serve(state(), version=1) as source:
+        expected = torch.rand(3)
+        fetch(source.address, into=state())
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_atomic_gives_generators_back_that_another_object_drew_from() -> None:
+    class Refusing(Stateful):
+        def load_state_dict(self, state: Any) -> None:
+            torch.rand(3)
+            if not self.loads:
+                self.loads += 1
+                raise ValueError("not mine")
+
+    with serve({"rng": torchferry.RNG(), "bad": Stateful({"a": 1})}, version=1) as source:
+        torch.manual_seed(2)
+        before = torch.get_rng_state()
+        with pytest.raises(torchferry.StateError, match="the earlier state was restored"):
+            fetch(source.address, into={"rng": torchferry.RNG(), "bad": Refusing({"a": 2})}, atomic=True)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_atomic_names_an_object_whose_state_can_not_be_copied() -> None:
+    target = Stateful({"a": 0, "lock": threading.Lock()})
+    with pytest.raises(torchferry.StateError, match=r"state dict of x \(Stateful\) raised TypeError"):
+        ship({"x": Stateful({"a": 1})}, {"x": target}, atomic=True)
+    assert target.loads == 0

@@ -78,11 +78,7 @@ _LOST = "its connection was lost: the process ended, or can't be reached"
 class Coordinator:
     """Collects the posts of all ranks, and answers a step when all ranks have taken it. An HTTP handler.
 
-<<<<<<< HEAD
-    `is_connected` returns whether the client of a connection is still there.
-=======
-    `is_connected` tells whether the client of a connection is still there. `look_up` is that of `Member`.
->>>>>>> attack16b
+    `is_connected` returns whether the client of a connection is still there. `look_up` is that of `Member`.
     """
 
     max_request_bytes = 1 << 30
@@ -107,12 +103,8 @@ class Coordinator:
         # The ranks that wait for an answer, or may not have read their last one.
         self._waiting: set[int] = set()
         self._assignment: Assignment | Refusal | None = None
-<<<<<<< HEAD
         self._watched: set[int] = set()  # the ranks that have a thread in `_watch`
-=======
-        self._watched: set[int] = set()
         self._looks = False
->>>>>>> attack16b
         self._closed: str | None = None
         self.ranks: Mapping[int, Join] = {}
 
@@ -295,9 +287,6 @@ def _version_of(has: Has | None) -> int | None:
     return None if has is None else has.version
 
 
-<<<<<<< HEAD
-def _lease_ended(reason: str) -> Response:
-=======
 def _can_be_reached(address: str) -> bool:
     try:
         HttpConnection(parse_address(address), None, _GRACE_S).close()
@@ -306,8 +295,7 @@ def _can_be_reached(address: str) -> bool:
     return True
 
 
-def _left(reason: str) -> Response:
->>>>>>> attack16b
+def _lease_ended(reason: str) -> Response:
     return Response(LEASE_ENDED, reason.encode())
 
 
@@ -369,12 +357,8 @@ class Member:
                 reason = body.decode(errors="replace")
                 is_lost = head.status == LEASE_ENDED or bool(self.ranks)
             except LinkTimeout:
-<<<<<<< HEAD
-                what = f"rank {self.coordinator}, the coordinator, did not answer in time"
-=======
                 self.close()  # it would not answer when this rank leaves, either
-                what = f"rank {self.coordinator}, which coordinates, did not answer in time"
->>>>>>> attack16b
+                what = f"rank {self.coordinator}, the coordinator, did not answer in time"
                 raise LinkTimeout(what, peer=self.coordinator) from None
             except LinkBroken:
                 # If the store has another address by now, this one was of an earlier call.

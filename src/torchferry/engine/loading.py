@@ -12,6 +12,7 @@ from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import new_block, run_of
 from torchferry.tensors.objects import objects_in_both
+from torchferry.tensors.rng import RNG
 
 
 class Loading:
@@ -43,7 +44,8 @@ class Loading:
 
     def load(self) -> None:
         """Give each object its state dict; raises StateError, with what the object raised as its cause."""
-        for path, read in self.objects.items():
+        # Generators last: another object may draw random numbers while it is loaded.
+        for path, read in sorted(self.objects.items(), key=lambda each: isinstance(each[1].value, RNG)):
             # An object at two paths is loaded once.
             if all(read is not self.objects[other] for other in self.started):
                 self.started.append(path)
@@ -77,7 +79,12 @@ class Loading:
         kept += [value for value, leaf in leaves if leaf.parts and set(leaf.parts) <= set(written)]
         memo = {id(value): value for value in kept}
         for path, read in self.objects.items():
-            self._earlier[path] = read.earlier or copy.deepcopy(read.state, memo)
+            try:
+                self._earlier[path] = read.earlier or copy.deepcopy(read.state, memo)
+            except Exception as error:
+                raised = f"{self._show(path)} raised {type(error).__name__}: {error}"
+                what = f"atomic=True needs a copy, but copying the state dict of {raised}"
+                raise StateError(what, path=format_path(path)) from error
         self.extra_bytes = sum(manifest.storages)
 
     def undo(self) -> dict[Path, str]:
@@ -85,7 +92,8 @@ class Loading:
         for run, earlier in self._earlier_bytes:
             run.copy_(earlier)
         failures: dict[Path, str] = {}
-        for path in self.started:
+        generators = [path for path, read in self.objects.items() if isinstance(read.value, RNG)]
+        for path in dict.fromkeys([*self.started, *generators]):
             try:
                 self.objects[path].load(self._earlier[path])
             except Exception as error:

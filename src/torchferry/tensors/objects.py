@@ -7,6 +7,7 @@ written in place, because torch does not copy a tensor onto itself. If `state_di
 does for fused and quantized modules, their values reach the object this way too.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +19,18 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from torchferry.core.compare import Rule, RuleOf
 from torchferry.core.manifest import Manifest
 from torchferry.core.tree import Path, walk
 from torchferry.errors import BadArgument, Unsendable
+from torchferry.tensors import registry
 from torchferry.tensors.containers import is_builtin_container, take_apart
+from torchferry.tensors.kinds.subclass import copy_inner
 from torchferry.tensors.memory import CPU
+from torchferry.tensors.rng import RNG
+from torchferry.torch_internals import local_tensor_of
 
 _PLAIN_TYPES = frozenset(
     {torch.Tensor, Parameter, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype}
@@ -49,6 +55,9 @@ class ReadObject:
             self.value.load_state_dict(state, assign=True)
         elif isinstance(self.value, Optimizer):
             _load_exactly(self.value, state)
+        elif isinstance(self.value, Module) and _has_subclasses(self.value):
+            with _InnerCopies():
+                self.value.load_state_dict(state)
         else:
             self.value.load_state_dict(state)
 
@@ -81,9 +90,14 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     visited: dict[int, object] = {}
     made: dict[int, object] = {}
     pending = [state]
-    while pending:
-        value = pending.pop()
+    generators: list[Any] = []
+    while pending or generators:
+        value = pending.pop() if pending else generators.pop()
         if type(value) in _PLAIN_TYPES or id(value) in visited:
+            continue
+        if isinstance(value, RNG) and pending:
+            # Last, because `state_dict()` of another object may draw random numbers.
+            generators.append(value)
             continue
         visited[id(value)] = value
         if is_object(value):
@@ -128,6 +142,31 @@ def _materialized(tensor: Any) -> Any:
     return Parameter(empty, tensor.requires_grad) if type(tensor) is Parameter else empty
 
 
+class _InnerCopies(TorchFunctionMode):
+    """Copies between equal tensor subclasses copy their inner tensors: `copy_` may quantize again.
+
+    Modules load with `copy_`. What was received in place is then copied onto itself, which changes nothing.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            target, source = map(_local, args[:2])
+            is_same = type(target) is type(source) and registry.is_registered(type(target))
+            if is_same and copy_inner(target, source):
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _has_subclasses(module: Module) -> bool:
+    tensors = chain(module.parameters(), module.buffers())
+    return any(registry.is_registered(type(_local(tensor))) for tensor in tensors)
+
+
+def _local(tensor: Any) -> Any:
+    """Return a tensor, or the local one of a DTensor."""
+    return local_tensor_of(tensor) if hasattr(tensor, "device_mesh") else tensor
+
+
 def _load_exactly(optimizer: Optimizer, state: Any) -> None:
     """Load the state of an optimizer without its casts: torch casts state tensors to the parameter's dtype.
 
@@ -158,13 +197,17 @@ def _undo_casts(given: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def _uncast(loaded: Any, given: Any) -> Any:
-    """Return what was loaded, with the given tensor in place of each one whose dtype was changed."""
+    """Return what was loaded, with the given tensor in place of each one that was cast."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        if loaded.device == given.device:
+            return given
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if type(loaded) is dict and isinstance(given, dict):
         return {key: _uncast(value, given.get(key)) for key, value in loaded.items()}
-    if type(loaded) is type(given) is list:
-        return [_uncast(*each) for each in zip(loaded, given, strict=True)]
+    if type(loaded) is type(given) and type(loaded) in (list, tuple):
+        return type(loaded)(_uncast(*each) for each in zip(loaded, given, strict=True))
+    if type(loaded) is type(given) is deque:
+        return deque(map(_uncast, loaded, given), given.maxlen)
     return loaded
 
 

@@ -211,9 +211,11 @@ def _enum_from_wire(wire: tuple[str, Item]) -> object:
 
 def _base_value(value: Any) -> str | int:
     """Return an instance of a subclass of str or int as a plain one; raises Unsendable if it holds more."""
-    if getattr(value, "__dict__", None):
+    # The `__dict__`, or a tuple of the `__dict__` and the slots that are set. Either may be None.
+    held: Any = object.__getstate__(value)
+    if names := [name for part in (held if type(held) is tuple else (held,)) for name in part or ()]:
         raise Unsendable(
-            f"a {registry.name_of(type(value))} has attributes ({', '.join(map(str, vars(value)))}), which "
+            f"a {registry.name_of(type(value))} has attributes ({', '.join(map(str, names))}), which "
             "would be lost: send them as values of their own"
         )
     return str.__str__(value) if isinstance(value, str) else int.__int__(value)

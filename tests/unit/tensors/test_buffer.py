@@ -121,3 +121,29 @@ def test_a_large_value_is_received_in_memory_of_its_size(where: str) -> None:
     ratio, last = printed.split()
     assert float(ratio) < 1.5
     assert int(last) == 7
+
+
+VIEWS: dict[str, Callable[[], memoryview]] = {
+    "of bytes": lambda: memoryview(DATA),
+    "of a part of bytes": lambda: memoryview(DATA)[1:-1],
+    "of a bytearray": lambda: memoryview(bytearray(DATA)),
+    "of an array": lambda: memoryview(array.array("H", DATA)),
+    "with steps": lambda: memoryview(DATA)[::2],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_large_memoryview_is_payload_and_arrives_as_bytes(name: str) -> None:
+    view = VIEWS[name]()
+    (leaf,) = describe(view).manifest.leaves
+    assert leaf.parts
+    assert_same(transfer(view).state, bytes(view))
+    with serve({"view": view}, version=1) as source:
+        assert_same(fetch(source.address, into={"view": b""}).state, {"view": bytes(view)})
+
+
+def test_a_stream_goes_on_sharing_its_bytes() -> None:
+    shared = io.BytesIO(DATA)
+    address = describe(DATA).memories[0].storage.data_ptr()
+    for _ in range(2):
+        assert describe(shared).memories[0].storage.data_ptr() == address

@@ -154,6 +154,16 @@ def test_members_of_registered_enums_arrive_as_the_same_objects() -> None:
     assert transfer({Mode.EVAL}).state == {Mode.EVAL}
 
 
+class Slotted(str):
+    __slots__ = ("note",)
+
+
+def slotted(text: str) -> Slotted:
+    built = Slotted(text)
+    built.note = "kept nowhere"  # type: ignore[attr-defined]
+    return built
+
+
 class Text(str):
     note: str
 
@@ -254,6 +264,7 @@ REFUSED = {
     "a storage": (torch.ones(1).untyped_storage(), ["UntypedStorage"]),
     "an enum": (UnregisteredEnum.A, ["test_values.UnregisteredEnum", "torchferry.register"]),
     "an enum in a set": ({1, UnregisteredEnum.A}, ["test_values.UnregisteredEnum", "torchferry.register"]),
+    "a subclass of str with slots": (slotted("a"), ["test_values.Slotted", "note"]),
     "a subclass of str with attributes": (Text.noted("a"), ["test_values.Text", "note"]),
     "a subclass of float": (Ratio(1), ["test_values.Ratio"]),
     "a closed BytesIO": (closed_stream(), ["closed", "leave it out"]),

@@ -1,4 +1,4 @@
-"""Large bytes: from 64 KiB on, bytes, bytearray, BytesIO and array.array are payload, as tensors are.
+"""Large bytes: from 64 KiB on, bytes, bytearray, memoryview, BytesIO and array.array are payload.
 
 Like other values, they are never written in place: the received one replaces the local one. Smaller ones are
 values in the manifest.
@@ -19,7 +19,13 @@ from torchferry.tensors.memory import memory_of_bytes, strided
 
 MIN_BYTES = 1 << 16
 
-_TYPES: Any = {bytes: "bytes", bytearray: "bytearray", io.BytesIO: "BytesIO", array.array: "array"}
+_TYPES: Any = {
+    bytes: "bytes",
+    memoryview: "bytes",
+    bytearray: "bytearray",
+    io.BytesIO: "BytesIO",
+    array.array: "array",
+}
 
 
 class BufferForm(Form, frozen=True):
@@ -37,7 +43,10 @@ def is_large(value: Any) -> bool:
     if cls not in _TYPES:
         return False
     if cls is io.BytesIO:
-        return not value.closed and value.getbuffer().nbytes >= MIN_BYTES
+        # `getbuffer()` would copy bytes that the stream shares, and keep the copy.
+        return not value.closed and len(value.getvalue()) >= MIN_BYTES
+    if cls is memoryview:
+        return bool(value.nbytes >= MIN_BYTES)
     return len(value) * (value.itemsize if cls is array.array else 1) >= MIN_BYTES
 
 
@@ -49,12 +58,21 @@ def _describe(value: Any, add_tensor: AddTensor) -> Leaf:
     elif cls is io.BytesIO:
         # `getvalue` does not copy. Python copies when the stream is written to.
         form, value = BufferForm("BytesIO", value.tell(), "", 1), value.getvalue()
+    elif cls is memoryview:
+        value = _readable(value)
     if type(value) is bytes:
         data = strided(memory_of_bytes(value), torch.uint8, 0, (len(value),), (1,))
     else:
         # As long as this tensor exists, Python does not let the value be resized.
         data = torch.frombuffer(value, dtype=torch.uint8)
     return Leaf(BUFFER, (add_tensor(data),), traits=form.packed())
+
+
+def _readable(value: memoryview) -> object:
+    """Return what has the bytes of a memoryview, without a copy if torch can read them."""
+    if value.c_contiguous and type(value.obj) is bytes and len(value.obj) == value.nbytes:
+        return value.obj
+    return value.cast("B") if value.c_contiguous and not value.readonly else bytes(value)
 
 
 def value_from_bytes(leaf: Leaf, data: bytes) -> object:

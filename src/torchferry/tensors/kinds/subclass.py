@@ -116,6 +116,21 @@ def _is_alias(one: torch.Tensor, two: torch.Tensor) -> bool:
     return layouts[0] == layouts[1] and one.data_ptr() == two.data_ptr()
 
 
+def copy_inner(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy the inner tensors of one registered subclass to another; return False if they do not fit."""
+    try:
+        (targets, nodes, _), (sources, others, _) = _flatten(target), _flatten(source)
+    except Unsendable:
+        return False
+    layouts = [[(t.dtype, t.shape) for t in tensors] for tensors in (targets, sources)]
+    if nodes != others or layouts[0] != layouts[1]:
+        return False
+    with torch.no_grad():
+        for one, two in zip(targets, sources, strict=True):
+            one.copy_(two)
+    return True
+
+
 def build_nodes(nodes: Nodes, tensors: Sequence[torch.Tensor], flags: Sequence[int]) -> torch.Tensor:
     """Build a subclass from its inner tensors, with the flags of its nodes and its tensors."""
     from torchferry.tensors.values import from_wire
