@@ -34,7 +34,7 @@ from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading, is_below
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
-from torchferry.engine.remote import TOO_SLOW, Via
+from torchferry.engine.remote import MAX_LANES, TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.sources import Sources
@@ -62,9 +62,6 @@ T = TypeVar("T")
 
 _CONFIRM_S = 5.0
 """How long a fetch tries to confirm that it is complete."""
-
-_LANES = 2
-"""How many connections read chunks from a single source."""
 
 _DIFFERING = 4
 """If this many chunks in a row differ in a tensor that was overwritten since the last fetch, the rest of the
@@ -376,7 +373,7 @@ class _Fetch(Phases):
         options = self.options
         # With `reshare`, one lane: its chunks arrive in order, so other receivers get them soonest. A silent
         # peer must be replaced before the receivers that take chunks from this one give this one up.
-        lanes, look_s = (_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
+        lanes, look_s = (MAX_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
         expected = digests if options.verify else ()
         self._receiving = receiving = Receiving(
             self._sources, plan, needed, expected, landing, self._deadline_s, lanes

@@ -108,8 +108,7 @@ class Receiving:
         is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES
         wanted: list[RemoteSource] = []
         for source in preferred:
-            # With a ring, one lane already keeps a core of each process busy.
-            lanes = self._max_lanes if is_one and not source.uses_ring else 1
+            lanes = min(self._max_lanes, source.max_lanes) if is_one else 1
             wanted += [source] * (lanes - sum(lane.source is source for lane in self._lanes))
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
         # How much a lane asks for depends on how many there are.

@@ -1,5 +1,6 @@
 """One source of a fetch: its lease, the requests to it, and what it delivered."""
 
+import os
 import ssl
 import threading
 import time
@@ -39,6 +40,9 @@ _MIN_WAIT_S = 0.001
 
 _LEAVE_S = 1.0
 """How long a receiver tries to tell a source that it is not used."""
+
+MAX_LANES = 2
+"""How many connections read chunks from a single source, if there are cores for them."""
 
 TOO_SLOW = "the source was too slow, so the connection was closed"
 
@@ -250,6 +254,16 @@ class RemoteSource:
         """Whether chunks come through a ring, as far as is known: memory is used, and the state is live."""
         is_live = self.grant is not None and not self.grant.snapshot
         return is_live and "tcp" not in (self._via, self.report.via)
+
+    @property
+    def max_lanes(self) -> int:
+        """How many connections pay. If this process does not read a snapshot itself, the source works too."""
+        if self.uses_ring:
+            return 1
+        has_memory = self.grant is not None and self.grant.snapshot and self.grant.memory is not None
+        reads_snapshot = has_memory and "tcp" not in (self._via, self.report.via)
+        # The source may be on this machine.
+        return MAX_LANES if reads_snapshot or len(os.sched_getaffinity(0)) > MAX_LANES else 1
 
     @property
     def max_ahead(self) -> int:
