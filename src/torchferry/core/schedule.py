@@ -125,7 +125,8 @@ class Schedule:
         nbytes = self._sizes[run.start]
         fast_bytes = nbytes * REQUEST_S / self._chunk_s if self._chunk_s else 0
         share = self._needed_bytes // (4 * lanes) if lanes > 1 else self._needed_bytes
-        limit = min(max(REQUEST_BYTES, fast_bytes), share)
+        # A share that takes less than an eighth of REQUEST_S is not worth a request of its own.
+        limit = max(min(max(REQUEST_BYTES, fast_bytes), share), fast_bytes // 8)
         end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]
