@@ -410,3 +410,10 @@ def test_auto_compares_the_tensors_of_objects() -> None:
         other = {"model": torch.nn.Linear(1024, 1024)}
         fetch(source.address, other)
         assert fetch(source.address, other).report.bytes_moved == 0
+
+
+def test_an_expanded_tensor_is_fetched_into_a_tensor_that_is_not() -> None:
+    state, local = {"a": torch.ones(1).expand(4)}, {"a": torch.tensor([1.0, 1.0, 1.0, 5.0])}
+    with serve(state, 1) as source:
+        fetch(source.address, local, compare=True)
+    assert local["a"].tolist() == [1.0] * 4

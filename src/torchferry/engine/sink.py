@@ -222,8 +222,13 @@ class Sink:
 
     def _is_readable(self, place: Destinations, only_in: Collection[int] | None) -> bool:
         """Return whether a piece can be read back from each of its places, and all are in known storages."""
-        if place.itemwise and (place.direct or len(place.itemwise) > 1 or not place.itemwise[0].covers):
-            return False
+        if place.itemwise:
+            items = place.itemwise[0]
+            theirs = self.manifest.tensors[items.incoming]
+            # One item of an expanded tensor is many local items.
+            is_expanded = any(n > 1 and not step for n, step in zip(theirs.shape, theirs.stride, strict=True))
+            if place.direct or len(place.itemwise) > 1 or not items.covers or is_expanded:
+                return False
         storages = self._storages(place)
         return bool(storages) and all(
             storage >= 0 and (only_in is None or storage in only_in) for storage in storages
