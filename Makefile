@@ -59,7 +59,7 @@ test-torchft: ## run torchft's own tests with torchferry's transports, in a venv
 	@sh scripts/test_torchft.sh "$(PYTHON)" "$(TORCHFT)" "$(TORCH)"
 
 faults: $(READY) ## run every fault in docs/faults.md, with real processes
-	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
+	@FAULTS=all $(BIN)/python -m pytest tests/faults tests/sync tests/benchmarks/test_cluster_command.py $(PYTEST_ARGS)
 
 simulate: $(READY) ## run the protocol in a simulated network; SEEDS=100000, FIRST_SEED=0
 	@SEEDS=$(SEEDS) FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest -s tests/simulation $(PYTEST_ARGS)
