@@ -19,7 +19,7 @@ from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
 from torchferry.core.plan import Chunk, make_plan
 from torchferry.engine import metadata
-from torchferry.engine.sink import target_in_new_memory, target_in_place
+from torchferry.engine.target import target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Cache
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.kinds import RebuildContext

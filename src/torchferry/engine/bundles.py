@@ -24,7 +24,6 @@ from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,
-    Mismatch,
     StateError,
     StateMismatch,
     TargetTorn,
@@ -240,12 +239,8 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
     incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
     rules = rules_of(loading.objects)
     found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rules)
-    lacking = [
-        Mismatch(format_path(path), "the peer has no state dict for this object", "nothing", "an object")
-        for path in loading.lacking()
-    ]
-    if found.mismatches or lacking:
-        raise StateMismatch([*found.mismatches, *lacking], hints=found.hints)
+    if mismatches := [*found.mismatches, *loading.lacking()]:
+        raise StateMismatch(mismatches, hints=found.hints)
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 
 
@@ -256,11 +251,8 @@ def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> Ferry
     if not loading.can_undo:
         torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]
         return TargetTorn(failure, whole=keys, torn=torn, untouched=())
-    failures = loading.undo()
-    failure = failure.with_context(more="; the earlier state was restored")
-    if not failures:
+    failed, restored = loading.undo()
+    failure = failure.with_context(more=f"; {restored}")
+    if not failed:
         return failure
-    more = f", except that {', '.join(failures.values())}"
-    return TargetTorn(
-        failure.with_context(more=more), whole=(), torn=list(map(format_path, failures)), untouched=keys
-    )
+    return TargetTorn(failure, whole=(), torn=list(map(format_path, failed)), untouched=keys)

@@ -8,21 +8,18 @@ import logging
 import os
 import ssl
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
 from torchferry.core.machine import Machine
 from torchferry.core.outcome import ChunkState, Outcome
-from torchferry.core.plan import Chunk, Plan
+from torchferry.core.plan import Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport
@@ -30,14 +27,17 @@ from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.core.text import show_text
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
+from torchferry.engine.caller import Caller, ProgressEvent
+from torchferry.engine.differing import differing_chunks
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading, is_below
-from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
+from torchferry.engine.receiving import EVENT_S, Receiving
 from torchferry.engine.remote import MAX_LANES, TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
-from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.sink import Sink
 from torchferry.engine.sources import Sources
+from torchferry.engine.target import Target, target_in_new_memory, target_in_place
 from torchferry.engine.transfer import Phases, with_outcome
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -63,25 +63,11 @@ T = TypeVar("T")
 _CONFIRM_S = 5.0
 """How long a fetch tries to confirm that it is complete."""
 
-_DIFFERING = 4
-"""If this many chunks in a row differ in a tensor that was overwritten since the last fetch, the rest of the
-tensor is fetched without comparing it."""
-
 _FAILED_S = 0.25
 """How long a failed fetch tries to tell the sources why it failed."""
 
 _REFUSED_S = 2.0
 """How long a fetch that refused a state tries to tell the sources why: also those on another continent."""
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """How far a fetch is. `peer` is the source that delivered last, as host and port."""
-
-    bytes_moved: int
-    bytes_total: int
-    phase: str
-    peer: str | None
 
 
 @dataclass(frozen=True)
@@ -178,8 +164,8 @@ class _Fetch(Phases):
         )
         self._receiving: Receiving | None = None
         self._sink: Sink | None = None
-        self._reported_bytes = 0
-        self._callback_error: BaseException | None = None
+        self._caller = Caller(self._sources, options.on_progress)
+        self._caller.phase = self._phase
         self._is_committed = False
         self._outcome: Outcome | None = None
 
@@ -190,15 +176,17 @@ class _Fetch(Phases):
         local = None
         if options.local_state is not None:
             state = options.local_state()
-            local = self._in_thread(describe_target, state, read_objects(state, is_target=True))
+            local = self._caller.run(describe_target, state, read_objects(state, is_target=True))
         grant = self._choose()
         self._enter(FetchState.MANIFEST)
         grant, encoded, digests = self._read_metadata(grant)
         self._enter(FetchState.COMPARING)
-        plan = self._in_thread(self._plan, encoded, digests, grant)
-        target = self._in_thread(self._target, encoded, plan, local)
+        plan = self._caller.run(self._plan, encoded, digests, grant)
+        target = self._caller.run(self._target, encoded, plan, local)
         self._sink = sink = target.sink
-        needed = self._in_thread(self._needed, sink, digests, local)
+        needed = self._caller.run(
+            differing_chunks, sink, digests, options.compare, self._workspace.staging, self._deadline_s
+        )
         options.gate()
         landing = Landing(sink, needed, self._workspace.staging, atomic=options.atomic and local is not None)
         if options.reshare is not None:
@@ -211,7 +199,7 @@ class _Fetch(Phases):
             self._receive(plan, needed, digests, landing)
             # If this fails, it is not known which tensors are complete.
             sink.unmark_whole()
-            state = self._in_thread(target.assemble, finish=True)
+            state = self._caller.run(target.assemble, finish=True)
             if target.loading is not None:
                 # In this thread, because `load_state_dict` is the user's code.
                 target.loading.load()
@@ -235,6 +223,7 @@ class _Fetch(Phases):
     def _enter(self, state: FetchState) -> None:
         self._machine.advance(state)
         self._enter_phase(state.phase or self._phase)
+        self._caller.phase = self._phase
 
     def _left_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.0)
@@ -247,7 +236,7 @@ class _Fetch(Phases):
         until_s = self._deadline_s
         if stall_s is not None and wanted.newer_than is None:
             until_s = min(until_s, time.monotonic() + stall_s)
-        self._watch(self._sources.is_settled, until_s)
+        self._caller.wait(self._sources.is_settled, until_s)
         grant = self._sources.choose()
         if grant is None:
             raise self._why_none(until_s)
@@ -275,8 +264,8 @@ class _Fetch(Phases):
                 try:
                     until_s = time.monotonic() + patience_s
                     silent_s = min(patience_s, stall_s or inf)
-                    manifest, digests = self._in_thread(source.metadata, silent_s, until_s=until_s)
-                    encoded = self._in_thread(metadata.decode_manifest, manifest, self._workspace.cache)
+                    manifest, digests = self._caller.run(source.metadata, silent_s, until_s=until_s)
+                    encoded = self._caller.run(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
                     # Both sides must plan with the chunk sizes of this source.
                     return source.grant or grant, encoded, digests
@@ -291,7 +280,7 @@ class _Fetch(Phases):
                     raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
             if not sources.serving():
                 until_s = min(self._deadline_s, time.monotonic() + (stall_s or inf))
-                self._watch(lambda: sources.choose() is not None or not sources.unanswered, until_s)
+                self._caller.wait(lambda: sources.choose() is not None or not sources.unanswered, until_s)
                 grant = sources.choose() or grant
                 if not sources.serving():
                     raise self._why_none(until_s)
@@ -319,55 +308,6 @@ class _Fetch(Phases):
             encoded, plan, local, options.context, cache, strict=options.strict, extra=options.extra
         )
 
-    def _needed(self, sink: Sink, digests: Sequence[int], local: Description | None) -> list[int]:
-        """List the chunks to fetch: those that differ from the local tensors, if that is to be compared."""
-        needed = [chunk for chunk in sink.plan.chunks if sink.needs(chunk)]
-        if local is not None and self.options.compare is True:
-            needed = [chunk for chunk in needed if self._differs(sink, chunk, digests)]
-        elif local is not None and self.options.compare == "auto":
-            known, changed = history.of(local)
-            needed = self._probably_needed(sink, needed, digests, known, changed)
-        return [chunk.number for chunk in needed]
-
-    def _probably_needed(
-        self,
-        sink: Sink,
-        chunks: Sequence[Chunk],
-        digests: Sequence[int],
-        known: Collection[int],
-        changed: Collection[int],
-    ) -> list[Chunk]:
-        """List the chunks that are not in the `known` storages, or differ from the local tensors in them.
-
-        If several chunks in a row differ in a `changed` storage, the rest of it is not compared: it was
-        probably overwritten as a whole.
-        """
-        needed: list[Chunk] = []
-        differing: Counter[int] = Counter()  # by storage, in a row
-        for chunk in chunks:
-            storages = sink.storages_of(chunk)
-            storage = storages[0]
-            is_changed = all(each in changed for each in storages)
-            if is_changed and differing[storage] >= _DIFFERING:
-                needed.append(chunk)
-            elif self._differs(sink, chunk, digests, known):
-                needed.append(chunk)
-                differing[storage] += 1
-            else:
-                differing[storage] = 0
-        return needed
-
-    def _differs(
-        self, sink: Sink, chunk: Chunk, digests: Sequence[int], known: Collection[int] | None = None
-    ) -> bool:
-        """Return whether a chunk must be fetched: local tensors in the `known` storages do not hold it."""
-        if not self._left_s():
-            raise LinkTimeout("comparing the states took longer than the timeout")
-        if sink.digest(chunk, self._workspace.staging, known) != digests[chunk.number]:
-            return True
-        sink.mark(chunk.number, chunk.number + 1, ChunkState.EQUAL)
-        return False
-
     def _receive(self, plan: Plan, needed: Sequence[int], digests: Sequence[int], landing: Landing) -> None:
         """Receive the chunks that are needed, and write them."""
         options = self.options
@@ -375,23 +315,24 @@ class _Fetch(Phases):
         # peer must be replaced before the receivers that take chunks from this one give this one up.
         lanes, look_s = (MAX_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
         expected = digests if options.verify else ()
-        self._receiving = receiving = Receiving(
+        self._receiving = self._caller.receiving = receiving = Receiving(
             self._sources, plan, needed, expected, landing, self._deadline_s, lanes
         )
         try:
             while not receiving.is_done:
                 receiving.check(options.stall_s)
-                self._watch(lambda: receiving.is_done, time.monotonic() + look_s)
+                self._caller.wait(lambda: receiving.is_done, time.monotonic() + look_s)
             receiving.check(options.stall_s)
             options.gate()
             self._enter(FetchState.ASSEMBLING)
             if landing.extra_bytes:
                 if not options.verify:
-                    self._in_thread(self._raise_if_changed, needed)
+                    self._caller.run(self._raise_if_changed, needed)
                 # From here on the new state is written, and nothing but Ctrl-C may end the fetch.
                 self._is_committed = True
+                self._caller.stop_reporting()
             # In a thread, so that Ctrl-C does not interrupt an atomic write.
-            self._in_thread(landing.apply, finish=True)
+            self._caller.run(landing.apply, finish=True)
         finally:
             receiving.stop()
             # Otherwise autograd, and readers of these tensors, would take them for changed.
@@ -413,14 +354,14 @@ class _Fetch(Phases):
             whole = sink.outcome(loading.is_loaded).whole + tuple(map(format_path, loading.started[:-1]))
             self._outcome = Outcome(whole, tuple(map(format_path, torn)), ())
             return ""
-        failures = loading.undo()
+        failed, restored = loading.undo()
         sink.increment_versions()
-        if not failures:
+        if not failed:
             self._sink = None
-            return "the earlier state was restored"
-        untouched = sink.outcome(lambda path: not is_below(path, failures)).whole
-        self._outcome = Outcome((), tuple(map(format_path, failures)), untouched)
-        return f"the earlier state was restored, except that {', '.join(failures.values())}"
+            return restored
+        untouched = sink.outcome(lambda path: not is_below(path, failed)).whole
+        self._outcome = Outcome((), tuple(map(format_path, failed)), untouched)
+        return restored
 
     def _confirm(self, grant: Grant) -> bool:
         """Tell every given source that the fetch is complete, and return whether all acknowledged it.
@@ -434,7 +375,7 @@ class _Fetch(Phases):
         result = Result("confirmed", verified=self.options.verify)
         # A fetch that was complete just in time has a moment left.
         timeout_s = min(_CONFIRM_S, max(self._left_s(), _FAILED_S))
-        untold = self._in_thread(self._sources.tell, serving, result, timeout_s, ready)
+        untold = self._caller.run(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]
         if unsure and not self.options.verify and not self._is_committed:
             shown = ", ".join(source.peer for source in unsure)
@@ -467,75 +408,6 @@ class _Fetch(Phases):
             loaded=() if target.loading is None else tuple(map(format_path, target.loading.objects)),
         )
 
-    # Waiting, with progress.
-
-    def _in_thread(
-        self, work: Callable[..., T], *args: object, until_s: float = inf, finish: bool = False
-    ) -> T:
-        """Run `work` in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
-
-        With `finish`, an exception in the calling thread waits until the work is done. Without `on_progress`,
-        `until_s` and `finish`, no thread is needed.
-        """
-        if self.options.on_progress is None and until_s == inf and not finish:
-            return work(*args)
-        results: list[T] = []
-        errors: list[BaseException] = []
-        is_inference = torch.is_inference_mode_enabled()  # of this thread
-
-        def run() -> None:
-            try:
-                with torch.inference_mode(is_inference):
-                    results.append(work(*args))
-            except BaseException as error:
-                errors.append(error)
-            with self._sources.changed:
-                self._sources.changed.notify_all()
-
-        thread = self._sources.start(run)
-        try:
-            self._watch(lambda: bool(results or errors), until_s)
-        except BaseException:
-            while finish and thread.is_alive():
-                with suppress(KeyboardInterrupt):  # a second one
-                    thread.join()
-            raise
-        if errors:
-            raise errors.pop()  # a reference to it here would be a cycle
-        if not results:
-            raise LinkTimeout("this step took longer than its time limit")
-        return results[0]
-
-    def _watch(self, is_done: Callable[[], bool], until_s: float) -> None:
-        """Wait until something is done, or until a time, and report progress meanwhile."""
-        while True:
-            with self._sources.changed:
-                left_s = until_s - time.monotonic()
-                if not is_done() and left_s > 0:
-                    self._sources.changed.wait(min(left_s, EVENT_S))
-                done = is_done()
-            self._emit()
-            if done or time.monotonic() >= until_s:
-                return
-
-    def _emit(self) -> None:
-        """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""
-        if self.options.on_progress is None or self._is_committed:
-            return
-        receiving = self._receiving
-        moved, total, peer = 0, 0, None
-        if receiving is not None:
-            moved, total, peer = receiving.moved_bytes, receiving.total_bytes, receiving.last_peer
-        while True:
-            self._reported_bytes = min(moved, self._reported_bytes + EVENT_BYTES)
-            try:
-                self.options.on_progress(ProgressEvent(self._reported_bytes, total, self._phase, peer))
-            except BaseException as error:
-                self._callback_error = error
-                raise
-            if self._reported_bytes >= moved:
-                return
-
     # The end.
 
     def stop(self, result: Result | None = None) -> None:
@@ -550,7 +422,7 @@ class _Fetch(Phases):
 
     def forget_errors(self) -> None:
         """Drop all errors. They refer to frames that hold the fetched state: a cycle would keep it alive."""
-        self._callback_error = None
+        self._caller.error = None
         self._sources.forget_errors()
         if self._receiving is not None:
             self._receiving.failure = None
@@ -576,5 +448,5 @@ class _Fetch(Phases):
             return error
         if isinstance(error, PeerGaveUp) and not self.options.verify:
             self._sink.unmark_whole()
-        keep = error is self._callback_error
+        keep = error is self._caller.error
         return with_outcome(error, self._sink, peer=None, phase=self._phase, keep=keep, outcome=self._outcome)

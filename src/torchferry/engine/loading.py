@@ -8,7 +8,7 @@ import torch
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.tree import Path, format_path
-from torchferry.errors import StateError
+from torchferry.errors import Mismatch, StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import new_block, run_of
 from torchferry.tensors.objects import objects_in_both
@@ -31,9 +31,14 @@ class Loading:
         self._earlier: dict[Path, object] = {}
         self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def lacking(self) -> list[Path]:
+    def lacking(self) -> list[Mismatch]:
         """List the objects that get no state dict, and are not inside an object that gets one."""
-        return [path for path in self._local.objects if not is_below(path, self.objects)]
+        what = "the peer has no state dict for this object"
+        return [
+            Mismatch(format_path(path), what, "nothing", f"a {type(read.value).__qualname__}")
+            for path, read in self._local.objects.items()
+            if not is_below(path, self.objects)
+        ]
 
     def place(self, path: Path, built: object) -> object:
         """Keep what was built at the path of an object, and return the object in its place."""
@@ -87,8 +92,8 @@ class Loading:
                 raise StateError(what, path=format_path(path)) from error
         self.extra_bytes = sum(manifest.storages)
 
-    def undo(self) -> dict[Path, str]:
-        """Write the earlier bytes and load the earlier state dicts; return which objects raised, and what."""
+    def undo(self) -> tuple[list[Path], str]:
+        """Restore the earlier state; return the objects that raised, and a text that says all this."""
         for run, earlier in self._earlier_bytes:
             run.copy_(earlier)
         failures: dict[Path, str] = {}
@@ -98,7 +103,8 @@ class Loading:
                 self.objects[path].load(self._earlier[path])
             except Exception as error:
                 failures[path] = f"{self._show(path)} raised {type(error).__name__}: {error}"
-        return failures
+        exceptions = f", except that {', '.join(failures.values())}" if failures else ""
+        return [*failures], f"the earlier state was restored{exceptions}"
 
     def _show(self, path: Path) -> str:
         return f"{format_path(path)} ({type(self.objects[path].value).__qualname__})"

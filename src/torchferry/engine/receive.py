@@ -34,8 +34,9 @@ from torchferry.core.report import Report
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.metadata import decode, encode, plan_incoming
 from torchferry.engine.relay import Relay
-from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.sink import Sink
 from torchferry.engine.source import first_bytes
+from torchferry.engine.target import Target, target_in_new_memory, target_in_place
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window, with_outcome
 from torchferry.engine.workspace import Staging, Workspace
 from torchferry.errors import (

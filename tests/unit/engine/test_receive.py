@@ -13,7 +13,7 @@ from tests.support.links import FreeingLink
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink
+from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink, target
 from torchferry.engine.source import digest
 from torchferry.errors import (
     BadManifest,
@@ -284,7 +284,7 @@ def test_a_failure_during_assembly_raises_target_torn(
     def fail(*_: object, **__: object) -> object:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(sink, "assemble_in_place", fail)
+    monkeypatch.setattr(target, "assemble_in_place", fail)
     local = {"a": torch.zeros(10), "b": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(TargetTorn, match="MemoryError") as raised:
         receive(sent(STATE), local_state=lambda: local)

@@ -12,8 +12,9 @@ from tests.support.equality import assert_same
 from torchferry.core.outcome import Outcome
 from torchferry.core.plan import Chunk
 from torchferry.engine import Workspace, metadata
-from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.sink import Sink
 from torchferry.engine.source import ChunkSource
+from torchferry.engine.target import Target, target_in_new_memory, target_in_place
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
 from torchferry.tensors.describe import describe, describe_target

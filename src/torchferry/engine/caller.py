@@ -1,0 +1,111 @@
+"""The thread that calls `fetch`: it waits while other threads work, and reports progress."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
+
+import torch
+
+from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
+from torchferry.engine.sources import Sources
+from torchferry.errors import LinkTimeout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """How far a fetch is. `peer` is the source that delivered last, as host and port."""
+
+    bytes_moved: int
+    bytes_total: int
+    phase: str
+    peer: str | None
+
+
+class Caller:
+    """Waits in the calling thread, and calls `on_progress` meanwhile with how far the fetch is.
+
+    The fetch sets `phase`, and `receiving` as soon as it receives. `error` is what `on_progress` raised.
+    """
+
+    def __init__(self, sources: Sources, on_progress: Callable[[ProgressEvent], object] | None) -> None:
+        self.phase = ""
+        self.receiving: Receiving | None = None
+        self.error: BaseException | None = None
+        self._sources = sources
+        self._on_progress = on_progress
+        self._reported_bytes = 0
+
+    def stop_reporting(self) -> None:
+        """Call `on_progress` no more."""
+        self._on_progress = None
+
+    def run(self, work: Callable[..., T], *args: object, until_s: float = inf, finish: bool = False) -> T:
+        """Run `work` in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
+
+        With `finish`, an exception in the calling thread waits until the work is done. Without `on_progress`,
+        `until_s` and `finish`, no thread is needed.
+        """
+        if self._on_progress is None and until_s == inf and not finish:
+            return work(*args)
+        results: list[T] = []
+        errors: list[BaseException] = []
+        is_inference = torch.is_inference_mode_enabled()  # of this thread
+
+        def run() -> None:
+            try:
+                with torch.inference_mode(is_inference):
+                    results.append(work(*args))
+            except BaseException as error:
+                errors.append(error)
+            with self._sources.changed:
+                self._sources.changed.notify_all()
+
+        thread = self._sources.start(run)
+        try:
+            self.wait(lambda: bool(results or errors), until_s)
+        except BaseException:
+            while finish and thread.is_alive():
+                with suppress(KeyboardInterrupt):  # a second one
+                    thread.join()
+            raise
+        if errors:
+            raise errors.pop()  # a reference to it here would be a cycle
+        if not results:
+            raise LinkTimeout("this step took longer than its time limit")
+        return results[0]
+
+    def wait(self, is_done: Callable[[], bool], until_s: float) -> None:
+        """Wait until something is done, or until a time, and report progress meanwhile."""
+        while True:
+            with self._sources.changed:
+                left_s = until_s - time.monotonic()
+                if not is_done() and left_s > 0:
+                    self._sources.changed.wait(min(left_s, EVENT_S))
+                done = is_done()
+            self._report()
+            if done or time.monotonic() >= until_s:
+                return
+
+    def _report(self) -> None:
+        """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""
+        moved, total, peer = 0, 0, None
+        if self.receiving is not None:
+            moved, total, peer = (
+                self.receiving.moved_bytes,
+                self.receiving.total_bytes,
+                self.receiving.last_peer,
+            )
+        while self._on_progress is not None:
+            self._reported_bytes = min(moved, self._reported_bytes + EVENT_BYTES)
+            try:
+                self._on_progress(ProgressEvent(self._reported_bytes, total, self.phase, peer))
+            except BaseException as error:
+                self.error = error
+                raise
+            if self._reported_bytes >= moved:
+                return
