@@ -331,8 +331,8 @@ class _Fetch(Phases):
                 # From here on the new state is written, and nothing but Ctrl-C may end the fetch.
                 self._is_committed = True
                 self._caller.stop_reporting()
-            # In a thread, so that Ctrl-C does not interrupt an atomic write.
-            self._caller.run(landing.apply, finish=True)
+                # In a thread, so that Ctrl-C does not interrupt the write.
+                self._caller.run(landing.apply, finish=True)
         finally:
             receiving.stop()
             # Otherwise autograd, and readers of these tensors, would take them for changed.

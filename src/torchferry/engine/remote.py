@@ -238,9 +238,10 @@ class RemoteSource:
         # On its own connection: after a timeout, a late answer must not be read as that to the next request.
         with self._connected(silent_s) as connection:
             try:
+                for what in limits:
+                    self._send(connection, "GET", self._path(what), silent_s)
                 manifest, digests = (
-                    self._ask(connection, "GET", self._path(what), silent_s, max_bytes=max_bytes)[1]
-                    for what, max_bytes in limits.items()
+                    self._answer(connection, what, max_bytes)[1] for what, max_bytes in limits.items()
                 )
             finally:
                 self.heard_s = connection.heard_s
@@ -273,8 +274,7 @@ class RemoteSource:
 
     def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
         """Ask for a range of chunks."""
-        path = self._path(f"chunks/{chunks.start}-{chunks.stop}")
-        connection.send("GET", path, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        self._send(connection, "GET", self._path(f"chunks/{chunks.start}-{chunks.stop}"), timeout_s)
 
     def begin_chunks(self, connection: HttpConnection, nbytes: int) -> None:
         """Begin to read the chunks that were requested first. The caller then reads `nbytes` bytes."""
@@ -352,15 +352,24 @@ class RemoteSource:
         path: str,
         timeout_s: float,
         body: bytes = b"",
-        max_bytes: int = _MAX_ANSWER_BYTES,
     ) -> tuple[int, bytes]:
         """Send a request, and return the status and the body of its response."""
-        head = connection.request(method, path, body, timeout_s=max(timeout_s, _MIN_WAIT_S))
+        self._send(connection, method, path, timeout_s, body)
+        return self._answer(connection, path.rpartition("/")[2])
+
+    def _send(
+        self, connection: HttpConnection, method: str, path: str, timeout_s: float, body: bytes = b""
+    ) -> None:
+        connection.send(method, path, body, timeout_s=max(timeout_s, _MIN_WAIT_S))
+
+    def _answer(
+        self, connection: HttpConnection, what: str, max_bytes: int = _MAX_ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of the next response."""
+        head = connection.read_head()
         max_bytes = max_bytes if head.status < 400 else _MAX_ANSWER_BYTES
         if head.nbytes > max_bytes:
-            what, option = path.rpartition("/")[2], ""
-            if what == "manifest":
-                option = " (max_metadata_bytes)"
+            option = " (max_metadata_bytes)" if what == "manifest" else ""
             raise BadManifest(
                 f"the source announces {head.nbytes} bytes for {what}; the limit is {max_bytes}{option}"
             )
