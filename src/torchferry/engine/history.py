@@ -3,7 +3,7 @@
 import threading
 from itertools import islice
 
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.tensors.describe import Description
 
 _MAX_STORAGES = 1 << 17

@@ -131,9 +131,9 @@ def describe_target(state: object, objects: ReadObjects = _NO_OBJECTS) -> Descri
         return Leaf(OPAQUE, fixed=_why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
     described = _describe(state, opaque_leaf, objects)
-    # torch can resize what it allocated: memory that is writable and overlaps nothing. Bytes, mapped files and
-    # arrays it can't resize.
-    if not described.uncounted and all([memory.storage.resizable() for memory in described.memories]):
+    # What torch allocated, and so can resize, is writable and overlaps nothing. Others are arrays, mapped
+    # files and bytes.
+    if not described.uncounted and all(memory.storage.resizable() for memory in described.memories):
         return described
     manifest = described.manifest
     used = sorted(

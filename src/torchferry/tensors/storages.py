@@ -33,7 +33,7 @@ def find_storages(
     dtypes = [tensor.dtype for tensor in tensors]
     layouts = map(_layout, dtypes, [tensor.shape for tensor in tensors], map(torch.Tensor.stride, tensors))
     names, itemsizes, shapes, strides, spans = zip(*layouts, strict=False)
-    is_all_cpu = all([tensor.is_cpu for tensor in tensors])
+    is_all_cpu = False not in [tensor.is_cpu for tensor in tensors]
     negs = list(map(torch.Tensor.is_neg, tensors))
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     held = list(map(torch.UntypedStorage.nbytes, storages))
