@@ -76,7 +76,7 @@ class Shelf:
     def stop_granting(self) -> None:
         """Give out no more leases, and end requests that wait for a version."""
         with self._changed:
-            self._leases.close()
+            self._leases.is_closed = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
@@ -136,7 +136,7 @@ class Shelf:
     def forget(self) -> None:
         """Drop all references to memory in a forked child. Locks may be held for ever there."""
         self._leases = Leases()
-        self._leases.close()
+        self._leases.is_closed = True
         self._changed = threading.Condition()
 
     def _expire(self) -> None:
@@ -216,9 +216,11 @@ class Shelf:
             block = lease.held.block
             if not lease.is_open:
                 raise LinkBroken(self._leases.why_ended(lease.id))
-            if block is not None and block.shared is not None:
-                self._leases.share(lease, lease.held.size(first, end), time.monotonic())
-            return block and block.shared
+            if block is None or block.shared is None:
+                return None
+            lease.maps_memory = True
+            self._leases.sent(lease, lease.held.size(first, end), time.monotonic())
+            return block.shared
 
     def finish(self, lease: Lease[Published], result: Result) -> None:
         """End a lease with the result that its reader reports."""

@@ -15,20 +15,16 @@ _EXIT_S = 0.5
 
 
 class Inherited(Protocol):
-    """Something that a forked child has no use for."""
+    """Something that a forked child closes. There, its locks may be held by threads of the parent."""
 
-    def close_inherited(self) -> None:
-        """Close it in the child. Locks may be held for ever there, by threads that only the parent has."""
+    def close_inherited(self) -> None: ...
 
 
 class Running(Protocol):
-    """Something that has threads."""
+    """Something with threads. `join` waits for them until a time of the monotonic clock."""
 
-    def shut_down(self) -> None:
-        """Make its threads end."""
-
-    def join(self, until_s: float) -> None:
-        """Wait for its threads to end, at most until a time of the monotonic clock."""
+    def shut_down(self) -> None: ...
+    def join(self, until_s: float) -> None: ...
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from torchferry.torch_internals import nested_tensor_class
 
 T = TypeVar("T", bound=type)
 
-_HEAP_TYPE = 1 << 9  # CPython's flag for classes that are not built in
+HEAP_TYPE = 1 << 9  # CPython's flag for classes that are not built in
 
 _types: dict[str, type] = {"torch.torch_version.TorchVersion": TorchVersion}
 
@@ -40,7 +40,7 @@ def register(cls: T) -> T:
         is_record(cls)
         or issubclass(cls, enum.Enum)
         or is_tensor_subclass(cls)
-        or (issubclass(cls, (dict, str, int)) and cls.__flags__ & _HEAP_TYPE)
+        or (issubclass(cls, (dict, str, int)) and cls.__flags__ & HEAP_TYPE)
     ):
         raise BadArgument(
             f"{cls!r} can't be registered: only namedtuples, dataclasses, enums, subclasses of dict, str and "
