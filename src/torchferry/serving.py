@@ -155,8 +155,7 @@ class Source:
         if not publishing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise ReadersRemain([], f"another thread is publishing {name!r} and did not finish in time")
         try:
-            self._shelf.check_version(name, version)
-            self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
+            self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
                 state, version, self._workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
             )

@@ -80,7 +80,7 @@ def compare(
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
     rule_of: RuleOf = rules or (lambda path: None)
-    states = _States(incoming, local, properties_of, rule_of, extra)
+    states = _States(incoming, local, properties_of, rule_of, extra, strict)
     theirs, ours = occurrences(incoming), dict(occurrences(local))
     candidates = [Pair(path, leaf, ours[path]) for path, leaf in theirs if path in ours]
     replaced, unfit = _find_unfit(states, candidates)
@@ -94,8 +94,7 @@ def compare(
     taken = {"varies", None} if extra == "fresh" else {"varies"}
     fresh = [each for each in incoming_only if each[0] in replaced or rule_of(each[0]) in taken]
     unexpected = [each for each in incoming_only if each[0] not in replaced and rule_of(each[0]) != "varies"]
-    mismatches = _find_unpaired(states, pairs, unexpected, local_only, strict=strict)
-    mismatches += unfit
+    mismatches = _find_unpaired(states, pairs, unexpected, local_only) + unfit
     hints: list[str] = []
     if mismatches:
         hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
@@ -112,6 +111,7 @@ class _States(NamedTuple):
     properties_of: PropertiesOf
     rule_of: RuleOf
     extra: Extra
+    strict: bool
 
     def describe(self, side: Manifest, number: int) -> str:
         """Describe a leaf of one side in a few words."""
@@ -153,12 +153,7 @@ def _find_unfit(states: _States, candidates: Sequence[Pair]) -> tuple[set[Path],
 
 
 def _find_unpaired(
-    states: _States,
-    pairs: Sequence[Pair],
-    unexpected: Sequence[Occurrence],
-    local_only: Sequence[Occurrence],
-    *,
-    strict: bool,
+    states: _States, pairs: Sequence[Pair], unexpected: Sequence[Occurrence], local_only: Sequence[Occurrence]
 ) -> list[Mismatch]:
     """List the paths that only one side has, and should not."""
     rule_of, extra = states.rule_of, states.extra
@@ -172,10 +167,10 @@ def _find_unpaired(
             described = states.describe(states.incoming, leaf)
             mismatches.append(Mismatch(format_path(path), "no such path here", described, "nothing"))
     for path, leaf in local_only:
-        if strict or nothing_in_common or rule_of(path) == "required":
+        if states.strict or nothing_in_common or rule_of(path) == "required":
             described = states.describe(states.local, leaf)
             mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
-    if extra == "fresh" and not strict:
+    if extra == "fresh" and not states.strict:
         mismatches += _compare_containers(dict(unexpected), dict(local_only))
     return mismatches
 

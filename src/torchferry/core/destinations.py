@@ -110,11 +110,11 @@ def place_in_local_state(
         covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         direct: list[Direct] = []
         copied: set[Pair] = set()
-        for place, members in _group_by_place(paired, incoming, local):
+        for target, members in _group_by_place(paired, incoming, local):
             moved = {pair.incoming for pair in members}
             # They must cover the extent: one tensor alone, or all tensors in it together.
             if moved & covering or moved.issuperset(tensors):
-                direct.append(place)
+                direct.append(target)
                 copied.update(members)
         itemwise: list[Itemwise] = []
         for pair in paired:

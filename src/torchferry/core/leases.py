@@ -22,15 +22,14 @@ MAX_ENTRIES = 1000
 
 
 class Held(Protocol):
-    """A version in memory."""
+    """A version in memory. If it `is_abandoned`, a reader that was dropped may still read that memory."""
+
+    is_abandoned: bool
 
     @property
     def version(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-
-    def abandon(self) -> None:
-        """Never write to this memory again: a reader that was given up may still read it."""
 
 
 HeldT = TypeVar("HeldT", bound=Held)
@@ -227,7 +226,7 @@ class Leases(Generic[HeldT]):
         lease.machine.advance(state)
         lease.reason, lease.ended_s = reason, now_s
         if lease.maps_memory and state in (LeaseState.LOST, LeaseState.DROPPED):
-            lease.held.abandon()
+            lease.held.is_abandoned = True
         del self._open[lease.id]
         # Without the lease itself, which would keep the manifest and the plan of its version in memory.
         self._ended.append((lease.began_s, lease.id, lease.show(now_s)))

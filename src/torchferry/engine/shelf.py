@@ -47,14 +47,13 @@ class Shelf:
 
     # For the user of the source.
 
-    def check_version(self, name: str, version: int) -> None:
-        """Raise BadArgument if a version is not above the current one, or the source is closed."""
+    def make_room(self, name: str, version: int, timeout_s: float, readers: Readers) -> None:
+        """Wait for, or drop, the readers of versions that were replaced, so that only the current is held.
+
+        Raises BadArgument if the new version is not above the current one, or the source is closed.
+        """
         with self._locked() as leases:
             leases.check_version(name, version)
-
-    def make_room(self, name: str, timeout_s: float, readers: Readers) -> None:
-        """Wait for, or drop, the readers of versions that were replaced, so that only the current is held."""
-        with self._locked() as leases:
             self._release(lambda lease: leases.is_replaced(lease, name), timeout_s, readers)
 
     def put(self, name: str, published: Published, timeout_s: float, readers: Readers) -> None:

@@ -8,7 +8,7 @@ created without `__init__`, from their fields or items alone. The exception is a
 import dataclasses
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -74,14 +74,13 @@ def register_known(library: str) -> tuple[type, ...]:
         ) from None
 
 
-def _types_of_torch() -> Iterator[type]:
-    yield nested_tensor_class()
+def _types_of_torch() -> Iterable[type]:
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
-    yield from (SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS)
+    return nested_tensor_class(), SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
 
-def _types_of_torchao() -> Iterator[type]:
+def _types_of_torchao() -> Iterable[type]:
     import torchao.float8
     import torchao.optim
     import torchao.quantization  # noqa: F401

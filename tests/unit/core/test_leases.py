@@ -33,9 +33,6 @@ class Memory:
     is_copy: bool = True
     is_abandoned: bool = False
 
-    def abandon(self) -> None:
-        self.is_abandoned = True
-
 
 def serving(*versions: int, name: str = "state") -> Leases[Memory]:
     leases: Leases[Memory] = Leases()
