@@ -106,7 +106,7 @@ class StateChanged(StateError):
     def __init__(self, paths: Sequence[str], *, peer: int | str | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the state changed while it was being sent or published ({_listed(self.paths)}); receivers "
+            f"the state changed while it was being sent or published ({_in_line(self.paths)}); receivers "
             "reject inconsistent data. Pass a copy, or do not modify the state until the call returns",
             peer=peer,
             path=self.paths[0] if self.paths else None,
@@ -137,7 +137,7 @@ class TargetTorn(StateError):
         if self.torn:
             return (
                 f"the local state is torn: {len(self.torn)} paths may hold old and new bytes mixed "
-                f"({_listed(self.torn)}), {counts}"
+                f"({_in_line(self.torn)}), {counts}"
             )
         if self.untouched:
             return f"the local state is partly overwritten: {counts}"
@@ -184,12 +184,9 @@ class ReplicasDiffer(StateError):
 
     def __init__(self, differences: Sequence[Difference], advice: str) -> None:
         self.differences, self.advice = tuple(differences), advice
-        super().__init__(
-            f"ranks of equal version differ in {_places(self.differences)}; nothing was written:\n  "
-            + "\n  ".join([*_first(self.differences, ".differences"), advice]),
-            path=self.differences[0].path if self.differences else None,
-            phase="compare",
-        )
+        what = f"ranks of equal version differ in {_count(differences, 'place')}; nothing was written"
+        shown = _listed(what, differences, ".differences", advice)
+        super().__init__(shown, path=_first_path(differences), phase="compare")
 
 
 class LostPart(NamedTuple):
@@ -209,12 +206,9 @@ class PartsLost(StateError, LookupError):
 
     def __init__(self, parts: Sequence[LostPart], advice: str) -> None:
         self.parts, self.advice = tuple(parts), advice
-        super().__init__(
-            f"no rank of the highest version has {_places(self.parts, 'part')} of the state; nothing was "
-            "written:\n  " + "\n  ".join([*_first(self.parts, ".parts"), advice]),
-            path=self.parts[0].path if self.parts else None,
-            phase="compare",
-        )
+        lost = _count(parts, "part")
+        what = f"no rank of the highest version has {lost} of the state; nothing was written"
+        super().__init__(_listed(what, parts, ".parts", advice), path=_first_path(parts), phase="compare")
 
 
 class BadArgument(StateError, ValueError):
@@ -243,14 +237,10 @@ class StateMismatch(StateError):
         self, mismatches: Sequence[Mismatch], *, hints: Sequence[str] = (), peer: int | str | None = None
     ) -> None:
         self.mismatches, self.hints = tuple(mismatches), tuple(hints)
-        shown = _first(self.mismatches, ".mismatches")
-        super().__init__(
-            f"the incoming state does not fit the local one in {_places(self.mismatches)}; "
-            "nothing was overwritten:\n  " + "\n  ".join([*shown, *self.hints]),
-            peer=peer,
-            path=self.mismatches[0].path if self.mismatches else None,
-            phase="compare",
-        )
+        places = _count(mismatches, "place")
+        what = f"the incoming state does not fit the local one in {places}; nothing was overwritten"
+        shown = _listed(what, mismatches, ".mismatches", *hints)
+        super().__init__(shown, peer=peer, path=_first_path(mismatches), phase="compare")
 
 
 class PeerError(FerryError):
@@ -324,7 +314,7 @@ class Corrupted(LinkError):
     def __init__(self, paths: Sequence[str], *, peer: int | str | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the received bytes differ from the sent bytes ({_listed(self.paths)}): they were damaged on "
+            f"the received bytes differ from the sent bytes ({_in_line(self.paths)}): they were damaged on "
             "the way, or the sender's tensors changed while they were being sent",
             peer=peer,
             path=self.paths[0] if self.paths else None,
@@ -372,18 +362,23 @@ class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost, and no send timed out."""
 
 
-def _listed(paths: Sequence[str], limit: int = 10) -> str:
+def _in_line(paths: Sequence[str], limit: int = 10) -> str:
     more = [f"… and {len(paths) - limit} more"] if len(paths) > limit else []
     return ", ".join([*paths[:limit], *more]) or "none"
 
 
-def _places(entries: Sequence[object], noun: str = "place") -> str:
+def _count(entries: Sequence[object], noun: str) -> str:
     return f"{len(entries)} {noun}{'s' if len(entries) != 1 else ''}"
 
 
-def _first(entries: Sequence[object], name: str, limit: int = 50) -> list[str]:
+def _listed(what: str, entries: Sequence[object], name: str, *advice: str, limit: int = 50) -> str:
+    """Return a message with a line for each of the first entries. `name` is the attribute that has all."""
     more = [f"… and {len(entries) - limit} more, all in {name}"] if len(entries) > limit else []
-    return [*map(str, entries[:limit]), *more]
+    return "\n  ".join([f"{what}:", *map(str, entries[:limit]), *more, *advice])
+
+
+def _first_path(entries: Sequence[Difference | LostPart | Mismatch]) -> str | None:
+    return entries[0].path if entries else None
 
 
 def show_ranks(ranks: Sequence[int]) -> str:

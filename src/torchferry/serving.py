@@ -12,13 +12,13 @@ from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
 from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.pull_handler import PullHandler
 from torchferry.engine.reshare import Resharing
-from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Readers, Shelf
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.links.http_server import Handler, HttpServer
 from torchferry.links.sockets import listen_locally
 from torchferry.tensors.memory import CPU
@@ -155,8 +155,7 @@ class Source:
         if not publishing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise ReadersRemain([], f"another thread is publishing {name!r} and did not finish in time")
         try:
-            self._shelf.check_version(name, version)
-            self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
+            self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
                 state, version, self._workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
             )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchferry import arguments
 from torchferry.arguments import Timeout
-from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, Target
+from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, TargetVersion
 from torchferry.core.codec import decode_manifest, encode_value
 from torchferry.core.report import FetchReport
 from torchferry.core.text import show_text
@@ -209,7 +209,7 @@ class _Call:
         while not isinstance(answer, Finished):
             if isinstance(answer, Refusal):
                 raise answer.error()
-            if isinstance(answer, Target):
+            if isinstance(answer, TargetVersion):
                 member.knows(answer.ranks)
                 self._target = answer.version
                 answer = member.say(has=self._describe())

@@ -26,7 +26,7 @@ from torchferry.core.plan import MAX_CHUNKS, make_plan
 from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
 from torchferry.engine import SendOptions, remote, send_state
-from torchferry.engine.serve import _LEASE_PATH
+from torchferry.engine.pull_handler import _LEASE_PATH
 from torchferry.links import http_server
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.serving import serve

@@ -36,7 +36,7 @@ class Join(Struct, frozen=True):
 
 
 class Has(Struct, frozen=True):
-    """What a rank has: a `Table`, with the manifest encoded. `version` is that of the Target it answers."""
+    """What a rank has: a `Table`, with the manifest encoded. `version` is the target version it answers."""
 
     version: int
     manifest: bytes
@@ -63,7 +63,7 @@ class Post(Struct, frozen=True, omit_defaults=True):
     left_s: float | None = None
 
 
-class Target(Struct, frozen=True, tag=True):
+class TargetVersion(Struct, frozen=True, tag="Target"):
     """Answers `join`: the version that all ranks shall have, and how to reach each rank."""
 
     version: int
@@ -118,13 +118,13 @@ class Refusal(Struct, frozen=True, tag=True):
         return {"late": LinkTimeout, "nothing": NoSuchVersion, "argument": BadArgument}[self.kind](self.what)
 
 
-Answer: TypeAlias = Target | Order | Go | Finished | Refusal
+Answer: TypeAlias = TargetVersion | Order | Go | Finished | Refusal
 
 post_decoder = Decoder(Post)
 answer_decoder: Decoder[Answer] = Decoder(Answer)
 
 
-def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> Target | Refusal:
+def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> TargetVersion | Refusal:
     """Return the version that all ranks shall have: the highest that a rank has."""
     calls = {rank: join.call for rank, join in sorted(joined.items())}
     if len({*calls.values()}) > 1:
@@ -139,7 +139,7 @@ def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> Target
     if trust is not None and (trust not in joined or joined[trust].version != max(versions)):
         has = "did not join" if trust not in joined else f"has version {joined[trust].version}"
         return Refusal("argument", f"trust={trust}: rank {trust} {has}, and the highest is {max(versions)}")
-    return Target(max(versions), dict(joined))
+    return TargetVersion(max(versions), dict(joined))
 
 
 def refusal_of(error: PartsLost | ReplicasDiffer) -> Refusal:

@@ -105,7 +105,7 @@ def _agree(
     differences: list[Difference] = []
     for key, by_digest in found.items():
         groups = list(by_digest.values())
-        if is_below(key[0], per_rank):
+        if is_named(key[0], per_rank):
             holders[key] = [min(map(min, groups))]
             continue
         chosen = next((group for group in groups if len(groups) == 1 or trust in group), None)
@@ -149,7 +149,7 @@ class _Wanted:
         leaves = table.manifest.leaves
         parts = {path: self._part_of(leaves[leaf], None) for path, leaf in own.items()}
         required = {
-            path for path, leaf in own.items() if leaves[leaf].parts and not is_below(path, table.optional)
+            path for path, leaf in own.items() if leaves[leaf].parts and not is_named(path, table.optional)
         }
         self._own |= required
         tree = next((each for each, paths in self._paths.items() if required <= paths), rank)
@@ -209,10 +209,10 @@ def _is_empty(leaf: Leaf, manifest: Manifest) -> bool:
     return bool(leaf.parts) and all(0 in manifest.tensors[part].shape for part in leaf.parts)
 
 
-def is_below(path: Path, above: Collection[str]) -> bool:
-    """Return whether a path, as text, is in `above`, or below a path that is.
+def is_named(path: Path, names: Collection[str]) -> bool:
+    """Return whether `names` has a path, or one above it, as text.
 
-    >>> is_below(("optim", "state", 0), ["optim.state"]), is_below(("optimizer",), ["optim"])
+    >>> is_named(("optim", "state", 0), ["optim.state"]), is_named(("optimizer",), ["optim"])
     (True, False)
     """
-    return bool(above) and any(format_path(path[: n + 1]) in above for n in range(len(path)))
+    return bool(names) and any(format_path(path[: n + 1]) in names for n in range(len(path)))

@@ -80,38 +80,21 @@ def compare(
     if _are_identical(incoming, local):
         return Comparison((), (), identical=True)
     rule_of: RuleOf = rules or (lambda path: None)
+    states = _States(incoming, local, properties_of, rule_of, extra, strict)
     theirs, ours = occurrences(incoming), dict(occurrences(local))
     candidates = [Pair(path, leaf, ours[path]) for path, leaf in theirs if path in ours]
-    replaced, unfit = _find_unfit(incoming, local, candidates, properties_of, extra, rule_of)
+    replaced, unfit = _find_unfit(states, candidates)
     pairs = [pair for pair in candidates if pair.path not in replaced]
     incoming_only = [(path, leaf) for path, leaf in theirs if path not in ours or path in replaced]
-    for pair in candidates:
-        ours.pop(pair.path, None)
-    local_only = [(path, leaf) for path, leaf in ours.items() if rule_of(path) != "varies"]
-
-    def is_fresh(path: Path) -> bool:
-        rule = rule_of(path)
-        return rule == "varies" or (rule is None and extra == "fresh") or path in replaced
-
-    fresh = [(path, leaf) for path, leaf in incoming_only if is_fresh(path)]
     # In all other cases, incoming paths are only looked up in dicts of local paths, not put into dicts.
     if (rules is not None or extra == "fresh") and is_hash_flood([path for path, _ in incoming_only]):
         raise BadManifest("the paths of the incoming state were chosen to collide in a hash table")
-    mismatches: list[Mismatch] = []
-    unexpected = [each for each in incoming_only if rule_of(each[0]) != "varies" and each[0] not in replaced]
-    shared = [pair for pair in pairs if rule_of(pair.path) != "varies"]
-    nothing_in_common = _have_nothing_in_common(incoming, local, shared, unexpected, local_only, extra)
-    for path, leaf in unexpected:
-        if nothing_in_common or not (is_fresh(path) or (extra == "drop" and rule_of(path) != "required")):
-            described = _describe_leaf(incoming, leaf, properties_of)
-            mismatches.append(Mismatch(format_path(path), "no such path here", described, "nothing"))
-    for path, leaf in local_only:
-        if strict or nothing_in_common or rule_of(path) == "required":
-            described = _describe_leaf(local, leaf, properties_of)
-            mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
-    if extra == "fresh" and not strict:
-        mismatches += _compare_containers(dict(unexpected), dict(local_only))
-    mismatches += unfit
+    common = {pair.path for pair in candidates}
+    local_only = [each for each in ours.items() if each[0] not in common and rule_of(each[0]) != "varies"]
+    taken = {"varies", None} if extra == "fresh" else {"varies"}
+    fresh = [each for each in incoming_only if each[0] in replaced or rule_of(each[0]) in taken]
+    unexpected = [each for each in incoming_only if each[0] not in replaced and rule_of(each[0]) != "varies"]
+    mismatches = _find_unpaired(states, pairs, unexpected, local_only) + unfit
     hints: list[str] = []
     if mismatches:
         hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
@@ -120,36 +103,76 @@ def compare(
     return Comparison(pairs, mismatches, False, incoming_only, local_only, hints, fresh)
 
 
-def _find_unfit(
-    incoming: Manifest,
-    local: Manifest,
-    candidates: Sequence[Pair],
-    properties_of: PropertiesOf,
-    extra: Extra,
-    rule_of: RuleOf,
-) -> tuple[set[Path], list[Mismatch]]:
+class _States(NamedTuple):
+    """The two states that are compared, and how."""
+
+    incoming: Manifest
+    local: Manifest
+    properties_of: PropertiesOf
+    rule_of: RuleOf
+    extra: Extra
+    strict: bool
+
+    def describe(self, side: Manifest, number: int) -> str:
+        """Describe a leaf of one side in a few words."""
+        leaf = side.leaves[number]
+        if leaf.kind == OPAQUE:
+            return str(leaf.fixed or leaf.traits)
+        if leaf.kind == PICKLED:
+            return "a pickled object with tensors in it" if leaf.fixed else "a pickled object"
+        if not leaf.parts:
+            return f"a {show_name(leaf.kind)}"
+        properties = self.properties_of(leaf, _specs(side, leaf))
+        return show_name(f"{leaf.kind} {properties['dtype']}{properties['shape']}")
+
+
+def _find_unfit(states: _States, candidates: Sequence[Pair]) -> tuple[set[Path], list[Mismatch]]:
     """Compare the leaves at common paths; return the paths whose local leaf is replaced, and mismatches."""
+    rule_of = states.rule_of
     replaced: set[Path] = set()
     mismatches: list[Mismatch] = []
     fitting: list[Pair] = []
     for pair in candidates:
-        differences = list(_compare_leaves(incoming, local, pair, properties_of))
-        theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
+        differences = list(_compare_leaves(states, pair))
+        theirs, ours = states.incoming.leaves[pair.incoming], states.local.leaves[pair.local]
         has_no_place = bool(theirs.parts) and ours.kind in _VALUE_KINDS and ours.fixed is None
         rule = rule_of(pair.path)
         if not differences:
             fitting.append(pair)
-        elif rule == "varies" or (has_no_place and rule is None and extra == "fresh"):
+        elif rule == "varies" or (has_no_place and rule is None and states.extra == "fresh"):
             replaced.add(pair.path)
         else:
             mismatches += [Mismatch(format_path(pair.path), *difference) for difference in differences]
     while True:
-        conflicts = list(_find_conflicts(incoming, local, fitting))
+        conflicts = list(_find_conflicts(states.incoming, states.local, fitting))
         varying = {path for _, *paths in conflicts for path in paths if rule_of(path) == "varies"}
         if not varying:
             return replaced, mismatches + [mismatch for mismatch, *_ in conflicts]
         replaced |= varying
         fitting = [pair for pair in fitting if pair.path not in varying]
+
+
+def _find_unpaired(
+    states: _States, pairs: Sequence[Pair], unexpected: Sequence[Occurrence], local_only: Sequence[Occurrence]
+) -> list[Mismatch]:
+    """List the paths that only one side has, and should not."""
+    rule_of, extra = states.rule_of, states.extra
+    shared = [pair for pair in pairs if rule_of(pair.path) != "varies"]
+    nothing_in_common = _have_nothing_in_common(states, shared, unexpected, local_only)
+    mismatches: list[Mismatch] = []
+    for path, leaf in unexpected:
+        rule = rule_of(path)
+        is_accepted = (extra == "fresh" and rule is None) or (extra == "drop" and rule != "required")
+        if nothing_in_common or not is_accepted:
+            described = states.describe(states.incoming, leaf)
+            mismatches.append(Mismatch(format_path(path), "no such path here", described, "nothing"))
+    for path, leaf in local_only:
+        if states.strict or nothing_in_common or rule_of(path) == "required":
+            described = states.describe(states.local, leaf)
+            mismatches.append(Mismatch(format_path(path), "the peer has no such path", "nothing", described))
+    if extra == "fresh" and not states.strict:
+        mismatches += _compare_containers(dict(unexpected), dict(local_only))
+    return mismatches
 
 
 _EXTRA_HINT = (
@@ -177,20 +200,19 @@ def _are_identical(incoming: Manifest, local: Manifest) -> bool:
 
 
 def _have_nothing_in_common(
-    incoming: Manifest,
-    local: Manifest,
+    states: _States,
     pairs: Sequence[Pair],
     incoming_only: Sequence[Occurrence],
     local_only: Sequence[Occurrence],
-    extra: Extra,
 ) -> bool:
     """Return whether the states have no path in common, or no path of a tensor although both have tensors."""
+    theirs, ours = states.incoming.leaves, states.local.leaves
     if not pairs:
-        return bool(local_only) or (extra == "drop" and bool(incoming_only))
-    if any(incoming.leaves[pair.incoming].parts or local.leaves[pair.local].parts for pair in pairs):
+        return bool(local_only) or (states.extra == "drop" and bool(incoming_only))
+    if any(theirs[pair.incoming].parts or ours[pair.local].parts for pair in pairs):
         return False
-    sides = ((incoming, incoming_only), (local, local_only))
-    return all(any(state.leaves[leaf].parts for _, leaf in some) for state, some in sides)
+    unpaired = ((theirs, incoming_only), (ours, local_only))
+    return all(any(leaves[leaf].parts for _, leaf in some) for leaves, some in unpaired)
 
 
 def _compare_containers(theirs: Mapping[Path, int], ours: Mapping[Path, int]) -> Iterator[Mismatch]:
@@ -219,35 +241,20 @@ def can_copy_as_block(incoming: TensorSpec, local: TensorSpec) -> bool:
     return all(theirs == ours or count <= 1 for count, theirs, ours in dims)
 
 
-def _describe_leaf(manifest: Manifest, number: int, properties_of: PropertiesOf) -> str:
-    """Describe a leaf in a few words."""
-    leaf = manifest.leaves[number]
-    if leaf.kind == OPAQUE:
-        return str(leaf.fixed or leaf.traits)
-    if leaf.kind == PICKLED:
-        return "a pickled object with tensors in it" if leaf.fixed else "a pickled object"
-    if not leaf.parts:
-        return f"a {show_name(leaf.kind)}"
-    properties = properties_of(leaf, _specs(manifest, leaf))
-    return show_name(f"{leaf.kind} {properties['dtype']}{properties['shape']}")
-
-
 def _specs(manifest: Manifest, leaf: Leaf) -> list[TensorSpec]:
     return [manifest.tensors[part] for part in leaf.parts]
 
 
-def _compare_leaves(
-    incoming: Manifest, local: Manifest, pair: Pair, properties_of: PropertiesOf
-) -> Iterator[tuple[str, str, str]]:
+def _compare_leaves(states: _States, pair: Pair) -> Iterator[tuple[str, str, str]]:
     """Find what differs, with the incoming and the local value."""
+    incoming, local, properties_of = states.incoming, states.local, states.properties_of
     theirs, ours = incoming.leaves[pair.incoming], local.leaves[pair.local]
     are_values = theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS
     if are_values and theirs.fixed is None and ours.fixed is None:
         return
     if are_values or theirs.kind != ours.kind:
-        one = _describe_leaf(incoming, pair.incoming, properties_of)
-        two = _describe_leaf(local, pair.local, properties_of)
-        yield "can't be written in place" if are_values else "kind", one, two
+        described = states.describe(incoming, pair.incoming), states.describe(local, pair.local)
+        yield "can't be written in place" if are_values else "kind", *described
         return
     their_specs, our_specs = _specs(incoming, theirs), _specs(local, ours)
     fits = theirs.fixed == ours.fixed and len(their_specs) == len(our_specs)

@@ -11,7 +11,7 @@ An extent with no destination is received and dropped.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -103,11 +103,6 @@ def place_in_local_state(
     pairs_of: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in dict.fromkeys(pair._replace(path=()) for pair in pairs):
         pairs_of[pair.incoming].append(pair)
-
-    def distance(pair: Pair) -> tuple[int, int]:
-        ours = local.tensors[pair.local]
-        return ours.storage, ours.offset - incoming.tensors[pair.incoming].offset
-
     destinations: list[Destinations] = []
     via_scratch: dict[Pair, None] = {}
     for extent, tensors in zip(extents, tensors_of, strict=True):
@@ -115,16 +110,11 @@ def place_in_local_state(
         covering = {tensor for tensor in tensors if footprints[tensor] == [extent]}
         direct: list[Direct] = []
         copied: set[Pair] = set()
-        blocks = [
-            p for p in paired if can_copy_as_block(incoming.tensors[p.incoming], local.tensors[p.local])
-        ]
-        # Grouped by sorting, not in a dict: a peer can choose distances whose hashes collide.
-        for (storage, delta), group in groupby(sorted(blocks, key=distance), distance):
-            members = list(group)
+        for target, members in _group_by_place(paired, incoming, local):
             moved = {pair.incoming for pair in members}
             # They must cover the extent: one tensor alone, or all tensors in it together.
             if moved & covering or moved.issuperset(tensors):
-                direct.append(Direct(storage, delta))
+                direct.append(target)
                 copied.update(members)
         itemwise: list[Itemwise] = []
         for pair in paired:
@@ -144,6 +134,21 @@ def place_in_local_state(
             place = destinations[number]
             destinations[number] = Destinations((*place.direct, Direct(~extent.storage, 0)), place.itemwise)
     return DestinationMap(tuple(destinations), tuple(via_scratch))
+
+
+def _group_by_place(
+    pairs: Iterable[Pair], incoming: Manifest, local: Manifest
+) -> Iterator[tuple[Direct, list[Pair]]]:
+    """Group the pairs whose bytes can be copied as a block by where they would be copied to."""
+    found: list[tuple[int, int, Pair]] = []
+    for pair in pairs:
+        theirs, ours = incoming.tensors[pair.incoming], local.tensors[pair.local]
+        if can_copy_as_block(theirs, ours):
+            found.append((ours.storage, ours.offset - theirs.offset, pair))
+    # Grouped by sorting, not in a dict: a peer can choose distances whose hashes collide.
+    found.sort()
+    for (storage, delta), group in groupby(found, lambda each: each[:2]):
+        yield Direct(storage, delta), [pair for *_, pair in group]
 
 
 def tensors_by_extent(extents: Sequence[Extent], manifest: Manifest) -> list[list[int]]:

@@ -22,15 +22,14 @@ MAX_ENTRIES = 1000
 
 
 class Held(Protocol):
-    """A version in memory."""
+    """A version in memory. If it `is_abandoned`, a reader that was dropped may still read that memory."""
+
+    is_abandoned: bool
 
     @property
     def version(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-
-    def abandon(self) -> None:
-        """Never write to this memory again: a reader that was given up may still read it."""
 
 
 HeldT = TypeVar("HeldT", bound=Held)
@@ -84,17 +83,10 @@ class Lease(Generic[HeldT]):
 
     def show(self, now_s: float) -> Reader:
         """Return what `status` says about the lease."""
-        until_s = now_s if self.ended_s is None else self.ended_s
-        return Reader(
-            self.receiver,
-            self.name,
-            self.held.version,
-            self.machine.state.label,
-            self.bytes_sent,
-            self.held.nbytes,
-            until_s - self.began_s,
-            self.reason,
-        )
+        held, state = self.held, self.machine.state.label
+        seconds = (now_s if self.ended_s is None else self.ended_s) - self.began_s
+        progress = self.bytes_sent, held.nbytes, seconds
+        return Reader(self.receiver, self.name, held.version, state, *progress, self.reason)
 
 
 class Leases(Generic[HeldT]):
@@ -102,7 +94,7 @@ class Leases(Generic[HeldT]):
 
     def __init__(self) -> None:
         self.current: dict[str, HeldT] = {}
-        self.is_closed = False
+        self.is_closed = False  # if set, no more leases are granted
         self._replaced: list[HeldT] = []
         self._open: dict[str, Lease[HeldT]] = {}
         self._ended: deque[tuple[float, str, Reader]] = deque(maxlen=MAX_ENTRIES)  # start, lease, entry
@@ -133,10 +125,6 @@ class Leases(Generic[HeldT]):
         """Give out no more leases on a name."""
         if name in self.current:
             self._replaced.append(self.current.pop(name))
-
-    def close(self) -> None:
-        """Give out no more leases at all."""
-        self.is_closed = True
 
     def take_unused(self) -> list[HeldT]:
         """Return the versions that may be freed now, and forget them."""
@@ -199,11 +187,6 @@ class Leases(Generic[HeldT]):
         lease.heard_s = now_s
         return lease.is_open
 
-    def share(self, lease: Lease[HeldT], nbytes: int, now_s: float) -> None:
-        """Note that the reader of an open lease gets the version's own memory, to read so many bytes."""
-        lease.maps_memory = True
-        self.sent(lease, nbytes, now_s)
-
     def end_send(self, lease: Lease[HeldT]) -> None:
         """Note that a thread does not read a lease's version any more."""
         self._sending[lease] -= 1
@@ -243,7 +226,7 @@ class Leases(Generic[HeldT]):
         lease.machine.advance(state)
         lease.reason, lease.ended_s = reason, now_s
         if lease.maps_memory and state in (LeaseState.LOST, LeaseState.DROPPED):
-            lease.held.abandon()
+            lease.held.is_abandoned = True
         del self._open[lease.id]
         # Without the lease itself, which would keep the manifest and the plan of its version in memory.
         self._ended.append((lease.began_s, lease.id, lease.show(now_s)))
@@ -283,9 +266,8 @@ class Leases(Generic[HeldT]):
 
     def readers(self, now_s: float) -> list[Reader]:
         """List the open leases and the last that ended, oldest first."""
-        open_ones = [(lease.began_s, lease.id, lease.show(now_s)) for lease in self._open.values()]
-        found = sorted([*self._ended, *open_ones], key=lambda entry: entry[0])
-        return [reader for _, _, reader in found]
+        reading = [(lease.began_s, lease.id, lease.show(now_s)) for lease in self._open.values()]
+        return [reader for *_, reader in sorted([*self._ended, *reading], key=lambda entry: entry[0])]
 
     def missing(self, name: str, version: int, now_s: float) -> list[Reader]:
         """List the last fetch of every receiver of a name that has not confirmed a version.

@@ -56,6 +56,8 @@ def path_bytes(branch: Branch) -> list[int]:
     """Estimate how many bytes the key of each child adds to a path."""
     if branch.keys is None:
         return [8] * len(branch.children)
+    if set(map(type, branch.keys)) == {str}:
+        return list(map(len, branch.keys))  # type: ignore[arg-type]
     return [len(key) if isinstance(key, str) else 8 for key in branch.keys]
 
 

@@ -1,9 +1,9 @@
 """Remembers which memory fetches have written, so that the next fetch into it compares first."""
 
 import threading
-from collections import OrderedDict
+from itertools import islice
 
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.tensors.describe import Description
 
 _MAX_STORAGES = 1 << 17
@@ -16,7 +16,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._written: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._written: dict[tuple[int, int], int] = {}  # the last fetch last
         self._lock = threading.Lock()
 
     def of(self, local: Description) -> tuple[set[int], set[int]]:
@@ -34,11 +34,11 @@ class History:
         """Remember that a fetch writes, or has written, to all tensors of a local state."""
         entries = dict(zip(_keys(local), _versions(local), strict=True))
         with self._lock:
-            for key in entries:
-                self._written.pop(key, None)
+            for key in self._written.keys() & entries:
+                del self._written[key]
             self._written.update(entries)
-            while len(self._written) > _MAX_STORAGES:
-                self._written.popitem(last=False)
+            for key in list(islice(self._written, max(len(self._written) - _MAX_STORAGES, 0))):
+                del self._written[key]
 
     def close_inherited(self) -> None:
         """Replace the lock in a forked child: another thread of the parent may have held it."""
@@ -46,13 +46,16 @@ class History:
 
 
 def _keys(local: Description) -> list[tuple[int, int]]:
-    return [(each.storage.data_ptr() + each.base, each.storage.nbytes()) for each in local.memories]
+    return [(memory.address, memory.storage.nbytes()) for memory in local.memories]
 
 
 def _versions(local: Description) -> list[int]:
     """Return the highest version counter of the tensors in each storage."""
+    versions = local.current_versions()
+    if len(versions) == len(local.memories):  # each tensor has its own storage, of the same number
+        return versions
     found = [0] * len(local.memories)
-    for spec, version in zip(local.manifest.tensors, local.current_versions(), strict=True):
+    for spec, version in zip(local.manifest.tensors, versions, strict=True):
         found[spec.storage] = max(found[spec.storage], version)
     return found
 

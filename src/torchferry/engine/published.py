@@ -64,7 +64,10 @@ class SnapshotMemory:
 
 @dataclass(eq=False)
 class Published:
-    """One version of a state. Its chunks are in `block` if they were copied, or else read from `source`."""
+    """One version of a state. Its chunks are in `block` if they were copied, or else read from `source`.
+
+    If it `is_abandoned`, a reader that was dropped may still read its memory, which is not used again.
+    """
 
     version: int
     encoded: EncodedManifest
@@ -113,10 +116,6 @@ class Published:
             return []
         self.source.find_changes(also=() if chunk is None else (self.plan.chunks[chunk],))
         return self.source.changed_paths()
-
-    def abandon(self) -> None:
-        """Do not reuse the memory for a later version: a reader that was dropped may still have it."""
-        self.is_abandoned = True
 
     def free(self) -> None:
         """Give the memory back, when nobody reads it any more."""

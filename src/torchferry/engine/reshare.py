@@ -16,12 +16,12 @@ from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
 from torchferry.engine.landing import Landing
 from torchferry.engine.published import Published, SnapshotMemory
-from torchferry.engine.serve import PullHandler
+from torchferry.engine.pull_handler import PullHandler
 from torchferry.engine.shelf import Shelf
 from torchferry.engine.source import digest, view
 from torchferry.errors import BadArgument, StateError
 from torchferry.links.address import listen
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.links.http_server import HttpServer
 from torchferry.links.sockets import close_descriptor
 

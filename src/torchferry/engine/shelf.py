@@ -47,14 +47,13 @@ class Shelf:
 
     # For the user of the source.
 
-    def check_version(self, name: str, version: int) -> None:
-        """Raise BadArgument if a version is not above the current one, or the source is closed."""
+    def make_room(self, name: str, version: int, timeout_s: float, readers: Readers) -> None:
+        """Wait for, or drop, the readers of versions that were replaced, so that only the current is held.
+
+        Raises BadArgument if the new version is not above the current one, or the source is closed.
+        """
         with self._locked() as leases:
             leases.check_version(name, version)
-
-    def make_room(self, name: str, timeout_s: float, readers: Readers) -> None:
-        """Wait for, or drop, the readers of versions that were replaced, so that only the current is held."""
-        with self._locked() as leases:
             self._release(lambda lease: leases.is_replaced(lease, name), timeout_s, readers)
 
     def put(self, name: str, published: Published, timeout_s: float, readers: Readers) -> None:
@@ -76,7 +75,7 @@ class Shelf:
     def stop_granting(self) -> None:
         """Give out no more leases, and end requests that wait for a version."""
         with self._changed:
-            self._leases.close()
+            self._leases.is_closed = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
@@ -136,7 +135,7 @@ class Shelf:
     def forget(self) -> None:
         """Drop all references to memory in a forked child. Locks may be held for ever there."""
         self._leases = Leases()
-        self._leases.close()
+        self._leases.is_closed = True
         self._changed = threading.Condition()
 
     def _expire(self) -> None:
@@ -216,9 +215,11 @@ class Shelf:
             block = lease.held.block
             if not lease.is_open:
                 raise LinkBroken(self._leases.why_ended(lease.id))
-            if block is not None and block.shared is not None:
-                self._leases.share(lease, lease.held.size(first, end), time.monotonic())
-            return block and block.shared
+            if block is None or block.shared is None:
+                return None
+            lease.maps_memory = True
+            self._leases.sent(lease, lease.held.size(first, end), time.monotonic())
+            return block.shared
 
     def finish(self, lease: Lease[Published], result: Result) -> None:
         """End a lease with the result that its reader reports."""

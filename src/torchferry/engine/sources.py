@@ -1,11 +1,9 @@
 """The sources of one fetch: which of them serve the state, and what to raise if none does."""
 
-import atexit
 import logging
 import ssl
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 from msgspec import structs
@@ -27,14 +25,12 @@ from torchferry.errors import (
     StateError,
 )
 from torchferry.links.address import Address, is_numeric
+from torchferry.links.endings import end_at_exit
 
 logger = logging.getLogger(__name__)
 
 _OTHERS_S = 0.25
 """How long to wait for sources that are known to be slow when they are told a result."""
-
-_EXIT_S = 0.5
-"""How long the exit of the process waits for the threads of fetches."""
 
 _PEERS = 2
 """How many peers to get leases from: the one that chunks come from, and one in reserve."""
@@ -74,7 +70,7 @@ class Sources:
         self.is_over = False
         self._granted_s: float | None = None
         self._threads: list[threading.Thread] = []
-        _running.add(self)
+        end_at_exit(self)
 
     def start(self, work: Callable[..., object], *args: object) -> threading.Thread:
         """Run `work` in a thread of this fetch; raises StateError if there is no memory for a thread."""
@@ -283,17 +279,3 @@ class Sources:
             if isinstance(answer, PeerGaveUp):
                 raise answer
         return [source for source in sources if told.get(source) is not True]
-
-
-_running: weakref.WeakSet[Sources] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_fetches() -> None:
-    """End all threads before Python does: if it ends one inside torch's code, the process aborts."""
-    found = list(_running)
-    for sources in found:
-        sources.shut_down()
-    until_s = time.monotonic() + _EXIT_S
-    for sources in found:
-        sources.join(until_s)

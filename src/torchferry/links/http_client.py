@@ -20,7 +20,7 @@ import h11
 from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links import sockets
 from torchferry.links.address import Address
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
 from torchferry.links.shared_memory import close_all, map_received, populate, sealed_bytes

@@ -7,7 +7,6 @@ One thread watches all guests: connections that have not sent a valid token yet.
 not send a request in time. A connection with the token gets a thread of its own.
 """
 
-import atexit
 import ctypes
 import hmac
 import logging
@@ -18,7 +17,6 @@ import socket
 import ssl
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ import h11
 
 from torchferry.errors import FerryError
 from torchferry.links import sockets
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork, end_at_exit
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
 from torchferry.links.shared_memory import SharedBlock, populate
@@ -190,7 +188,8 @@ class HttpServer:
     """Serves a handler until it is closed. Its threads are daemons, so they never delay the end of Python.
 
     It accepts connections from `listeners`. Those of the Unix family are local: they use no TLS, and accept
-    only connections of the same user. `wake` is called when the process ends: it must end answers that wait.
+    only connections of the same user. `wake` is called when the server is shut down: it must end answers that
+    wait.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.wake = wake
+        self._wake = wake
         self._listeners = listeners
         self._handlers = {f"Bearer {token}".encode(): handler}
         self._tls = tls
@@ -218,7 +217,7 @@ class HttpServer:
             self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         close_after_fork(self)
-        _servers.add(self)
+        end_at_exit(self)
         self._watcher = threading.Thread(target=self._watch, name="torchferry-http", daemon=True)
         self._watcher.start()
 
@@ -256,12 +255,8 @@ class HttpServer:
             if found is None or found.is_over:
                 return False
             poll = select.poll()
-            poll.register(found.sock, select.POLLIN)
-            try:
-                # A client sends nothing before it has the answer: its socket is readable only if it is gone.
-                return not poll.poll(0) or bool(found.sock.recv(1, socket.MSG_PEEK))
-            except OSError:
-                return False
+            poll.register(found.sock, select.POLLRDHUP)
+            return not poll.poll(0)
 
     def close(self, finish_s: float = LAST_ANSWERS_S) -> None:
         """Accept no more connections, finish the answers that were begun, and shut down all."""
@@ -270,11 +265,23 @@ class HttpServer:
             connections = self._admitted.values()
             # A receiver that confirmed gets its answer, even if the source is closed at once.
             self._lock.wait_for(lambda: not any(each.is_answering for each in connections), finish_s)
-            for connection in connections:
+        self.shut_down()
+        # When all threads have ended, nothing of the handler's memory is read any more.
+        self.join(time.monotonic() + LAST_ANSWERS_S)
+
+    def shut_down(self) -> None:
+        """Accept no more connections, and shut down all."""
+        self._wake()
+        self.stop_listening()
+        with self._lock:
+            for connection in self._admitted.values():
                 connection.is_over = True
                 sockets.shut_down(connection.sock)
-            # When all threads have ended, nothing of the handler's memory is read any more.
-            self._lock.wait_for(lambda: not connections, LAST_ANSWERS_S)
+
+    def join(self, until_s: float) -> None:
+        """Wait for the threads to end."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._admitted, max(until_s - time.monotonic(), 0.0))
 
     def close_inherited(self) -> None:
         """Close the sockets in a forked child, which has no threads. Take no lock: its holder may be gone."""
@@ -456,13 +463,3 @@ class HttpServer:
 
 
 _UNAUTHORIZED = Response(401, headers=(("WWW-Authenticate", "Bearer"),))
-
-_servers: weakref.WeakSet[HttpServer] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_servers() -> None:
-    """End all threads before Python does: if it ends one inside torch's code, the process aborts."""
-    for server in list(_servers):
-        server.wake()
-        server.close(finish_s=0.0)

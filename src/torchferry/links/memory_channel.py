@@ -22,7 +22,7 @@ import torch
 from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
 from torchferry.links.base import Hasher, Pending, abort_of
-from torchferry.links.forks import close_after_fork
+from torchferry.links.endings import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
 from torchferry.links.shared_memory import SharedBlock, close_all, map_received, populate
 from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of

@@ -27,8 +27,6 @@ _FACTORIES: dict[str | None, Any] = {None: None} | {
 _ITEMS = "<items>"
 """The key for the items of a dataclass that is also a dict or list. No field can have this name."""
 
-_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are not built in
-
 
 class ContainerParts(NamedTuple):
     """A container taken apart. The keys are a range if it has none of its own, like a list."""
@@ -124,18 +122,18 @@ def _factory_name(mapping: defaultdict[Any, Any]) -> Value:
     return name
 
 
-def _build_defaultdict(keys: list[Any], name: Any, children: list[Any]) -> object:
-    return defaultdict(_FACTORIES[name], zip(keys, children, strict=True))
-
-
 def _build_deque(keys: list[Any], maxlen: Any, children: list[Any]) -> object:
     if maxlen is not None and (type(maxlen) is not int or maxlen < len(children)):
         raise ValueError(f"{len(children)} items in a deque of maxlen {show(maxlen)}")
     return deque(children, maxlen)
 
 
-def _build_namespace(cls: Any, keys: list[Any], children: list[Any]) -> object:
-    return values.set_attributes(cls(), dict(zip(keys, children, strict=True)))
+def _namespace_builder(cls: Any) -> Callable[[list[Any], Any, list[Any]], object]:
+    return lambda keys, _, children: values.set_attributes(cls(), _make_dict(keys, None, children))
+
+
+def _make_dict(keys: list[Any], extra: Any, children: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, children, strict=True))
 
 
 def _build_return_type(keys: list[Any], name: Any, children: list[Any]) -> object:
@@ -154,7 +152,7 @@ def _build_masked(keys: list[Any], hard: Any, children: list[Any]) -> object:
 
 
 def _builtin_base(cls: type) -> Any:
-    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return next(base for base in cls.__mro__ if not base.__flags__ & registry.HEAP_TYPE)
 
 
 def _split_mapping(value: Any) -> ContainerParts:
@@ -258,21 +256,19 @@ _by_type: dict[type, ContainerKind] = {
     list: ContainerKind("list", lambda keys, _, children: children),
     tuple: ContainerKind("tuple", lambda keys, _, children: tuple(children)),
     deque: ContainerKind("deque", _build_deque, lambda queue: queue.maxlen),
-    dict: ContainerKind("dict", lambda keys, _, children: dict(zip(keys, children, strict=True))),
+    dict: ContainerKind("dict", _make_dict),
     OrderedDict: ContainerKind(
         "odict", lambda *parts: _fill(OrderedDict(), *parts), values.attributes_to_wire
     ),
     Counter: ContainerKind("counter", lambda *parts: _fill(Counter(), *parts), values.attributes_to_wire),
-    defaultdict: ContainerKind("defaultdict", _build_defaultdict, _factory_name),
-    MappingProxyType: ContainerKind(
-        "mappingproxy", lambda keys, _, children: MappingProxyType(dict(zip(keys, children, strict=True)))
+    defaultdict: ContainerKind(
+        "defaultdict",
+        lambda keys, name, children: defaultdict(_FACTORIES[name], _make_dict(keys, None, children)),
+        _factory_name,
     ),
-    argparse.Namespace: ContainerKind(
-        "namespace", lambda keys, _, children: _build_namespace(argparse.Namespace, keys, children)
-    ),
-    SimpleNamespace: ContainerKind(
-        "simplenamespace", lambda keys, _, children: _build_namespace(SimpleNamespace, keys, children)
-    ),
+    MappingProxyType: ContainerKind("mappingproxy", lambda *parts: MappingProxyType(_make_dict(*parts))),
+    argparse.Namespace: ContainerKind("namespace", _namespace_builder(argparse.Namespace)),
+    SimpleNamespace: ContainerKind("simplenamespace", _namespace_builder(SimpleNamespace)),
 }
 _WITHOUT_KEYS = ("list", "tuple", "deque")
 _NAMESPACES = (argparse.Namespace, SimpleNamespace)

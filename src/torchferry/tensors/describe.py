@@ -5,8 +5,8 @@ Everything that can't be sent, or overwritten, is found here, before anything is
 
 import gc
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -131,21 +131,23 @@ def describe_target(state: object, objects: ReadObjects = _NO_OBJECTS) -> Descri
         return Leaf(OPAQUE, fixed=_why_not_written(value, error), traits=f"a {type(value).__qualname__}")
 
     described = _describe(state, opaque_leaf, objects)
+    # What torch allocated, and so can resize, is writable and overlaps nothing. Others are arrays, mapped
+    # files and bytes.
+    if not described.uncounted and all(memory.storage.resizable() for memory in described.memories):
+        return described
     manifest = described.manifest
     used = sorted(
-        (memory.storage.data_ptr() + memory.base, nbytes, number)
+        (memory.address, nbytes, number)
         for number, (memory, nbytes) in enumerate(zip(described.memories, manifest.storages, strict=True))
         if nbytes and memory.device is CPU
     )
     unwritable = dict.fromkeys(_find_overlapping(used), _OVERLAPPING)
     unwritable |= dict.fromkeys(_find_read_only(used), _READ_ONLY)
-    # All ndarrays are uncounted. The `traits` of an ndarray say whether it is writeable.
-    if not unwritable and not described.uncounted and BUFFER not in {leaf.kind for leaf in manifest.leaves}:
-        return described
 
     def checked(leaf: Leaf) -> Leaf:
         if leaf.kind == BUFFER:
             return Leaf(OPAQUE, traits="large bytes")
+        # The `traits` of an ndarray say whether it is writeable.
         reasons = [unwritable.get(manifest.tensors[part].storage) for part in leaf.parts]
         reasons += [_READ_ONLY] if leaf.kind == NDARRAY.name and not leaf.traits else []
         reason = next(filter(None, reasons), None)
@@ -169,15 +171,10 @@ def _describe(state: object, substitute_leaf: _SubstituteLeaf, objects: ReadObje
         raise Unsendable(what, phase="describe") from None
     manifest = Manifest(walk.root, tuple(walk.branches), tuple(walk.leaves), specs, sizes)
     versions = versions_of(walk.tensors)
-    uncounted = {
-        part
-        for leaf, value in zip(walk.leaves, walk.values, strict=True)
-        if leaf.kind in (NDARRAY.name, QUANTIZED.name) or (leaf.kind == BUFFER and type(value) is not bytes)
-        for part in leaf.parts
-    }
-    uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
-    tensors, values = tuple(walk.tensors), tuple(walk.values)
-    return Description(manifest, memories, tensors, values, versions, frozenset(uncounted), walk.objects)
+    if UNCOUNTED in versions:
+        walk.uncounted |= {number for number, version in enumerate(versions) if version == UNCOUNTED}
+    tensors, values, uncounted = tuple(walk.tensors), tuple(walk.values), frozenset(walk.uncounted)
+    return Description(manifest, memories, tensors, values, versions, uncounted, walk.objects)
 
 
 class _Walk:
@@ -195,6 +192,7 @@ class _Walk:
         self.leaves: list[Leaf] = []
         self.values: list[object] = []
         self.tensors: list[torch.Tensor] = []
+        self.uncounted: set[int] = set()
         self.objects: dict[Path, ReadObject] = {}
         self._state = state
         self._read = objects
@@ -277,6 +275,8 @@ class _Walk:
         if kind is None:
             return self._add_leaf(Leaf(VALUE, traits=to_wire(value)), value)
         leaf = kind.describe(value, self._add_tensor)
+        if leaf.kind in (NDARRAY.name, QUANTIZED.name) or (leaf.kind == BUFFER and type(value) is not bytes):
+            self.uncounted.update(leaf.parts)
         self._leaf_by_id[id(value)] = len(self.leaves)
         return self._add_leaf(leaf, value)
 
@@ -399,18 +399,12 @@ def _find_overlapping(used: Sequence[tuple[int, int, int]]) -> set[int]:
 _READ_ONLY_RANGE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r-", re.MULTILINE)
 
 
-def _find_read_only(used: Sequence[tuple[int, int, int]]) -> set[int]:
-    """Return the storages in read-only pages. Empty on systems without /proc."""
-    try:
-        with open("/proc/self/maps", "rb") as maps:
-            ranges = [(int(low, 16), int(high, 16)) for low, high in _READ_ONLY_RANGE.findall(maps.read())]
-    except OSError:
-        return set()
-    ends = [high for _, high in ranges]
-    found = set()
-    for start, nbytes, number in used:
-        # The first range that ends after the storage starts.
-        nearest = bisect_right(ends, start)
-        if nearest < len(ranges) and ranges[nearest][0] < start + nbytes:
-            found.add(number)
-    return found
+def _find_read_only(used: Sequence[tuple[int, int, int]]) -> Iterator[int]:
+    """Find the storages in read-only pages. Finds none on systems without /proc."""
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
+        for low, high in _READ_ONLY_RANGE.findall(maps.read()):
+            # Storages do not overlap, except those that `_find_overlapping` finds.
+            index = bisect_left(used, (int(high, 16),))
+            while index and sum(used[index - 1][:2]) > int(low, 16):
+                index -= 1
+                yield used[index][2]

@@ -51,6 +51,11 @@ class Memory(Struct, frozen=True, gc=False):
     device: torch.device
     block: bytes | None = None
 
+    @property
+    def address(self) -> int:
+        """The address of byte 0."""
+        return self.storage.data_ptr() + self.base
+
     def at(self, delta: int) -> "Memory":
         """Return the same memory from `delta` bytes further on."""
         return Memory(self.storage, self.base + delta, self.device) if delta else self
@@ -171,8 +176,8 @@ def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
 
 def view_of(memory: Memory, piece: Extent) -> memoryview:
     """View a piece without gaps in CPU memory as bytes. The caller has called `check_held`."""
-    address = memory.storage.data_ptr() + memory.base + piece.offset
-    return memoryview((ctypes.c_char * piece.run_bytes).from_address(address)).cast("B")
+    at_piece = (ctypes.c_char * piece.run_bytes).from_address(memory.address + piece.offset)
+    return memoryview(at_piece).cast("B")
 
 
 def peek(memory: Memory, piece: Extent) -> bytes:

@@ -8,7 +8,7 @@ created without `__init__`, from their fields or items alone. The exception is a
 import dataclasses
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torchferry.torch_internals import nested_tensor_class
 
 T = TypeVar("T", bound=type)
 
-_HEAP_TYPE = 1 << 9  # CPython's flag for classes that are not built in
+HEAP_TYPE = 1 << 9  # CPython's flag for classes that are not built in
 
 _types: dict[str, type] = {"torch.torch_version.TorchVersion": TorchVersion}
 
@@ -40,7 +40,7 @@ def register(cls: T) -> T:
         is_record(cls)
         or issubclass(cls, enum.Enum)
         or is_tensor_subclass(cls)
-        or (issubclass(cls, (dict, str, int)) and cls.__flags__ & _HEAP_TYPE)
+        or (issubclass(cls, (dict, str, int)) and cls.__flags__ & HEAP_TYPE)
     ):
         raise BadArgument(
             f"{cls!r} can't be registered: only namedtuples, dataclasses, enums, subclasses of dict, str and "
@@ -74,14 +74,13 @@ def register_known(library: str) -> tuple[type, ...]:
         ) from None
 
 
-def _types_of_torch() -> Iterator[type]:
-    yield nested_tensor_class()
+def _types_of_torch() -> Iterable[type]:
     from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
-    yield from (SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS)
+    return nested_tensor_class(), SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
 
-def _types_of_torchao() -> Iterator[type]:
+def _types_of_torchao() -> Iterable[type]:
     import torchao.float8
     import torchao.optim
     import torchao.quantization  # noqa: F401

@@ -31,20 +31,18 @@ def find_storages(
     if not tensors:
         return (), (), ()
     dtypes = [tensor.dtype for tensor in tensors]
-    sizes = [tensor.shape for tensor in tensors]
-    layouts = map(_layout, dtypes, sizes, map(torch.Tensor.stride, tensors))
-    names, itemsizes, shapes, strides, spans = zip(*layouts, strict=True)
-    on_cpu = [tensor.is_cpu for tensor in tensors]
+    layouts = map(_layout, dtypes, [tensor.shape for tensor in tensors], map(torch.Tensor.stride, tensors))
+    names, itemsizes, shapes, strides, spans = zip(*layouts, strict=False)
+    is_all_cpu = False not in [tensor.is_cpu for tensor in tensors]
     negs = list(map(torch.Tensor.is_neg, tensors))
     storages = list(map(torch.Tensor.untyped_storage, tensors))
     held = list(map(torch.UntypedStorage.nbytes, storages))
     starts: list[int] = list(map(mul, map(torch.Tensor.storage_offset, tensors), itemsizes))
-    ends = [start + span if span else 0 for start, span in zip(starts, spans, strict=True)]
     # Querying tensor metadata dominates description time, so nothing is checked if nothing is unusual.
-    if False in on_cpu or True in negs or any(map(gt, ends, held)):
+    if not is_all_cpu or True in negs or any(map(gt, map(add, starts, spans), held)):
         for tensor in tensors:
             check_tensor(tensor)
-    devices = [CPU if is_cpu else tensor.device for is_cpu, tensor in zip(on_cpu, tensors, strict=True)]
+    devices = repeat(CPU) if is_all_cpu else [CPU if each.is_cpu else each.device for each in tensors]
     addresses = list(map(torch.UntypedStorage.data_ptr, storages))
     # Nearly always, every tensor has its own storage.
     owners: Sequence[int] = range(len(tensors))

@@ -33,9 +33,6 @@ class Memory:
     is_copy: bool = True
     is_abandoned: bool = False
 
-    def abandon(self) -> None:
-        self.is_abandoned = True
-
 
 def serving(*versions: int, name: str = "state") -> Leases[Memory]:
     leases: Leases[Memory] = Leases()
@@ -141,7 +138,7 @@ def test_nothing_is_granted_before_there_is_a_newer_version(newer_than: int) -> 
 
 def test_a_closed_source_grants_nothing_not_even_a_wait() -> None:
     leases = serving(7)
-    leases.close()
+    leases.is_closed = True
     for request in (LeaseRequest("state", "reader"), LeaseRequest("state", "reader", newer_than=7)):
         with pytest.raises(LinkBroken, match="closed"):
             leases.grant(request, "a", 1, 0.0)

@@ -42,7 +42,12 @@ def check_grad_flags(flags: int, dtype: str) -> None:
 
 def describe_many(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Leaf]:
     """Describe plain strided tensors with these numbers."""
-    flags = [grad_flags(tensor) or None for tensor in tensors]
+    flags = [
+        (_REQUIRES_GRAD if tensor.requires_grad else None)
+        if type(tensor) is torch.Tensor
+        else grad_flags(tensor)
+        for tensor in tensors
+    ]
     return list(map(Leaf, repeat(DENSE.name), zip(numbers, strict=False), repeat(None), flags))
 
 

@@ -37,9 +37,7 @@ class Version:
     memory: list[str]
     is_copy: bool
     nbytes: int = 1
-
-    def abandon(self) -> None:
-        """Do nothing: simulated readers have no memory of a source."""
+    is_abandoned: bool = False
 
 
 class Source(Host):

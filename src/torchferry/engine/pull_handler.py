@@ -122,10 +122,9 @@ class PullHandler:
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)
         # Without verification, the receiver may have a mixture of old and new bytes.
-        if result.outcome == "confirmed" and not result.verified:
-            paths = self._shelf.changed_paths(lease)
-            if paths:
-                return _changed(paths)
+        is_unverified = result.outcome == "confirmed" and not result.verified
+        if is_unverified and (paths := self._shelf.changed_paths(lease)):
+            return _changed(paths)
         self._shelf.finish(lease, result)
         logger.debug("lease %s: %s %s", lease.id[:8], lease.receiver, result.outcome)
         return Response(pull.NOTHING)
