@@ -22,6 +22,7 @@ from torchferry.core.destinations import (
     place_in_local_state,
     unwritten_paths,
 )
+from torchferry.core.extents import check_held
 from torchferry.core.manifest import BUFFER, Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
@@ -44,7 +45,6 @@ from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
     CPU,
     Memory,
-    check_held,
     check_room,
     copy_items,
     gather,
@@ -116,7 +116,7 @@ class Sink:
         if self.fresh is not None:
             self.fresh.fault_in(chunk.pieces[0])
         memory = self._memory(place)
-        check_held(memory.storage, memory.base + chunk.pieces[0].end)
+        check_held(memory.storage.nbytes(), memory.base + chunk.pieces[0].end)
         self._opened[chunk.number] = place
         self._mark_written(chunk)
         return memory

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from torchferry.core.extents import check_held
 from torchferry.core.plan import Chunk, Plan, samples_of
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.workspace import Staging
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import check_held, gather, peek, run_of
+from torchferry.tensors.memory import gather, peek, run_of
 
 NOT_HASHED = -1
 
@@ -34,7 +35,7 @@ def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
 
 def view(host: torch.Tensor) -> memoryview:
     """View a flat CPU buffer of bytes. The caller must keep the buffer alive."""
-    check_held(host.untyped_storage(), int(host.storage_offset()) + host.nbytes)
+    check_held(host.untyped_storage().nbytes(), int(host.storage_offset()) + host.nbytes)
     found = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
     return memoryview(found).cast("B")
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchferry.core.push import NONCE_BYTES, TOKEN_BYTES
 from torchferry.errors import LinkBroken, LinkTimeout, PeerGaveUp, StateError
-from torchferry.links import memory_channel
+from torchferry.links import memory_channel, ring
 from torchferry.links.memory_channel import MemoryChannel, MemoryOffer, ring_bytes, take_offer
 from torchferry.links.ring import SLOTS
 from torchferry.links.sockets import connect_locally
@@ -187,7 +187,7 @@ def refuse_memory(nbytes: int) -> None:
 def test_without_memory_both_ends_know_that_the_channel_is_not_open(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_channel, refused, refuse_memory)
+    monkeypatch.setattr(ring, refused, refuse_memory)
     with unopened() as ends:
         opened(*ends)
         assert [end.is_open for end in ends] == [False, False]
