@@ -123,7 +123,7 @@ class TargetTorn(StateError):
     def __init__(
         self, cause: BaseException, *, whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]
     ) -> None:
-        failure = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
+        failure = cause if isinstance(cause, FerryError) else FerryError(what_of(cause))
         self.whole, self.torn, self.untouched = tuple(whole), tuple(torn), tuple(untouched)
         super().__init__(
             f"{self._damage()}. Receive again before using it. The failure: {failure.what}",
@@ -370,6 +370,14 @@ class SendLate(SendFailed, TimeoutError):
 
 class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost, and no send timed out."""
+
+
+def what_of(error: BaseException) -> str:
+    """Return what an error says: `what` of a FerryError, or else its class and its message."""
+    try:
+        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+    except Exception:  # from its `__str__`
+        return type(error).__name__
 
 
 def _listed(paths: Sequence[str], limit: int = 10) -> str:

@@ -30,6 +30,7 @@ from torchferry.errors import (
     TargetTorn,
     TornAndBroken,
     TornAndLate,
+    what_of,
 )
 from torchferry.links.address import Address
 from torchferry.tensors.assemble import container_builders
@@ -251,7 +252,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
 
 def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
-    failure = error if isinstance(error, FerryError) else StateError(f"{type(error).__name__}: {error}")
+    failure = error if isinstance(error, FerryError) else StateError(what_of(error))
     keys = [format_path(path) for bundle in receiving.bundles for path in bundle.paths]
     if not loading.can_undo:
         torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]
