@@ -36,8 +36,10 @@ Errors have `peer` (a rank in the group, or the address of a source), `path` and
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Self, TypeVar
+
+E = TypeVar("E")
 
 
 class FerryError(Exception):
@@ -150,6 +152,16 @@ class TornAndLate(TargetTorn, TimeoutError):
 
 class TornAndBroken(TargetTorn, ConnectionError):
     """The connection was lost after local tensors were written."""
+
+
+def torn_after(
+    cause: BaseException, *, whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]
+) -> TargetTorn:
+    """Return the TargetTorn that fits a failure, with the failure as its `__cause__`."""
+    error_class = _fitting([cause], TornAndLate, TornAndBroken, TargetTorn)
+    error = error_class(cause, whole=whole, torn=torn, untouched=untouched)
+    error.__cause__ = cause
+    return error
 
 
 class ReadersRemain(StateError, TimeoutError):
@@ -370,6 +382,17 @@ class SendLate(SendFailed, TimeoutError):
 
 class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost, and no send timed out."""
+
+
+def send_failed(delivered: Sequence[int], failed: Mapping[int, FerryError]) -> SendFailed:
+    """Return the SendFailed that fits the errors of several receivers."""
+    return _fitting(failed.values(), SendLate, SendBroken, SendFailed)(delivered, failed)
+
+
+def _fitting(causes: Collection[BaseException], late: type[E], broken: type[E], other: type[E]) -> type[E]:
+    """Return `late` if one of the causes is a timeout, or else `broken` if one is a lost connection."""
+    kinds = (late, TimeoutError), (broken, ConnectionError)
+    return next((each for each, kind in kinds if any(isinstance(cause, kind) for cause in causes)), other)
 
 
 def what_of(error: BaseException) -> str:

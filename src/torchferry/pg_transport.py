@@ -114,34 +114,30 @@ class PGTransport:
             check_choice(extra, "extra", get_args(Extra))
         is_count = is_int(max_metadata_bytes) and max_metadata_bytes > 0
         require(is_count, "max_metadata_bytes", "a positive number of bytes", max_metadata_bytes)
-        timeout_s = seconds(timeout, "timeout")
-        stall_s = None if stall_timeout is None else seconds(stall_timeout, "stall_timeout")
+        both: dict[str, Any] = {
+            "timeout_s": seconds(timeout, "timeout"),
+            "max_metadata_bytes": max_metadata_bytes,
+            "stall_s": None if stall_timeout is None else seconds(stall_timeout, "stall_timeout"),
+            "verify": verify,
+            "allow_pickle": allow_pickle,
+            "same_host": same_host,
+        }
         self.last_report: Report | None = None
         self._pg = pg
         self._link = ProcessGroupLink(pg, _check_device(device))
         self._workspace = Workspace(self._link.device)
         self._send_options = SendOptions(
-            timeout_s,
-            max_metadata_bytes,
+            **both,
             relay=relay,
-            allow_pickle=allow_pickle,
-            stall_s=stall_s,
-            verify=verify,
-            same_host=same_host,
             copy_up_to=check_int(copy_up_to, "copy_up_to", low=0),
             question="Is rank {peer} in recv_checkpoint, on the same group?",
         )
         self._receive_options = ReceiveOptions(
-            timeout_s,
-            max_metadata_bytes,
+            **both,
             local_state=state_dict,
             strict=strict,
             extra=extra,
             mesh=mesh,
-            allow_pickle=allow_pickle,
-            stall_s=stall_s,
-            verify=verify,
-            same_host=same_host,
             question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
         )
 
@@ -178,7 +174,7 @@ class PGTransport:
         peers = [self._check_peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} lists a rank twice")
-        options = _for_call(self._send_options, timeout, step=_check_step(step))
+        options = _for_call(self._send_options, step, timeout)
         self.last_report = send_state(self._link, peers, state_dict, options, self._workspace)
 
     def recv_checkpoint(
@@ -202,8 +198,8 @@ class PGTransport:
         """
         self.last_report = None
         peer, size = self._check_peer(src_rank), size_of(self._pg)
-        members = None if size is None else range(size)
-        options = _for_call(self._receive_options, timeout, step=_check_step(step), members=members)
+        options = _for_call(self._receive_options, step, timeout)
+        options = replace(options, members=None if size is None else range(size))
         state, self.last_report = receive_state(self._link, peer, options, self._workspace)
         return state
 
@@ -222,11 +218,10 @@ class PGTransport:
         return rank
 
 
-def _for_call(options: OptionsT, timeout: Timeout | None, **changes: Any) -> OptionsT:
+def _for_call(options: OptionsT, step: int | None, timeout: Timeout | None) -> OptionsT:
     """Return the options of one transfer, which may have a timeout of its own."""
-    if timeout is not None:
-        changes["timeout_s"] = seconds(timeout, "timeout")
-    return replace(options, **changes)
+    timeout_s = options.timeout_s if timeout is None else seconds(timeout, "timeout")
+    return replace(options, step=None if step is None else check_int(step, "step"), timeout_s=timeout_s)
 
 
 def _check_group(pg: Any) -> None:
@@ -252,9 +247,3 @@ def _check_device(device: torch.device | str) -> torch.device:
             f"there is no {found.type} on this machine: device must be the one the backend works on"
         )
     return found
-
-
-def _check_step(step: int | None) -> int | None:
-    is_step = step is None or (is_int(step) and -(2**63) <= step < 2**63)
-    require(is_step, "step", "an int of 64 bits", step)
-    return step

@@ -28,8 +28,7 @@ from torchferry.errors import (
     StateError,
     StateMismatch,
     TargetTorn,
-    TornAndBroken,
-    TornAndLate,
+    torn_after,
     what_of,
 )
 from torchferry.links.address import Address
@@ -180,10 +179,7 @@ class _Receiving:
         failure = failures[0] if failures else _Cancelled("interrupted")
         if not lists["whole"] and not lists["torn"]:
             return failure
-        late, broken = (isinstance(failure, each) for each in (TimeoutError, ConnectionError))
-        combined = (TornAndLate if late else TornAndBroken if broken else TargetTorn)(failure, **lists)
-        combined.__cause__ = failure
-        return combined
+        return torn_after(failure, **lists)
 
 
 def receive_state(

@@ -406,7 +406,7 @@ class Target:
     kept: tuple[str, ...] = ()
 
 
-def target_in_new_memory(
+def _target_in_new_memory(
     incoming: EncodedManifest, plan: Plan, context: RebuildContext, cache: Cache
 ) -> Target:
     """Allocate fresh memory for an incoming state; raises StateMismatch if it has a shard of another rank."""
@@ -420,17 +420,22 @@ def target_in_new_memory(
     return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh))
 
 
-def target_in_place(
+def make_target(
     incoming: EncodedManifest,
     plan: Plan,
-    local: Description,
+    local: Description | None,
     context: RebuildContext,
     cache: Cache,
     *,
-    strict: bool,
-    extra: Extra,
+    strict: bool = True,
+    extra: Extra = "error",
 ) -> Target:
-    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit."""
+    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit.
+
+    Without a local state, they are placed in fresh memory.
+    """
+    if local is None:
+        return _target_in_new_memory(incoming, plan, context, cache)
     manifest = incoming.manifest
     if extra != "drop":
         prepared = prepare(incoming, context, cache)

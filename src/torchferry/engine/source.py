@@ -23,7 +23,7 @@ def digest(buffer: torch.Tensor) -> int:
 
     xxhash releases the GIL while it hashes.
     """
-    host = buffer.cpu()
+    host = buffer.cpu()  # the view does not keep it alive
     return xxh3_64_intdigest(view(host))
 
 
@@ -71,11 +71,10 @@ class ChunkSource:
 
     def read(self, chunk: Chunk) -> torch.Tensor:
         """Return the bytes of a chunk: a staging buffer, or the memory of the state itself."""
-        memories = self.description.memories
         if not self.must_stage(chunk):
-            return run_of(memories[chunk.pieces[0].storage], chunk.pieces[0])
+            return run_of(self.description.memories[chunk.pieces[0].storage], chunk.pieces[0])
         buffer = self.staging.take(chunk.nbytes, pinned=self._pinned)
-        gather([memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
+        self.copy(chunk, buffer)
         return buffer
 
     def copy(self, chunk: Chunk, buffer: torch.Tensor) -> None:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
 from torchferry.core.extents import check_held
 from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
-from torchferry.links.base import Hasher, Pending, abort_of
+from torchferry.links.base import Channel, Hasher, Pending, abort_of
 from torchferry.links.forks import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
 from torchferry.links.shared_memory import close_all
@@ -155,9 +155,9 @@ class MemoryChannel:
         """Start to receive the next message."""
         return _Step(self, lambda: self._opened_ring.empty(partial(_find, buffer), buffer.nbytes, hasher))
 
-    def flush(self) -> Pending:
-        """Wait until the receiver has copied every message that was sent."""
-        return _Step(self, lambda: self._opened_ring.flush())
+    def flush(self) -> list[Pending]:
+        """Return what to wait for after the last message: until the receiver has copied all."""
+        return [_Step(self, lambda: self._opened_ring.flush())]
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the receiver that a rank failed. An abort goes over the socket, so it needs no slot."""
@@ -239,6 +239,10 @@ class MemoryChannel:
         if left_s <= 0:
             raise TimeoutError
         self._sock.settimeout(min(left_s, MAX_WAIT_S))
+
+
+AnyChannel: TypeAlias = Channel | MemoryChannel
+"""What a payload is sent over."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from tests.support.equality import assert_same
 from torchferry.core.outcome import Outcome
 from torchferry.core.plan import Chunk
 from torchferry.engine import Workspace, metadata
-from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
+from torchferry.engine.sink import Sink, make_target
 from torchferry.engine.source import ChunkSource
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
@@ -44,14 +44,8 @@ class Bench:
         )
         self.source.hash_all()
         context = RebuildContext()
-        self.target: Target
-        if into is None:
-            self.target = target_in_new_memory(encoded, self.plan, context, cache)
-        else:
-            local = describe_target(into)
-            self.target = target_in_place(
-                encoded, self.plan, local, context, cache, strict=True, extra="error"
-            )
+        local = None if into is None else describe_target(into)
+        self.target = make_target(encoded, self.plan, local, context, cache)
 
     @property
     def sink(self) -> Sink:
