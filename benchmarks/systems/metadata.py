@@ -19,7 +19,7 @@ from benchmarks.workloads import METADATA
 from torchferry.core.codec import Frame, encode
 from torchferry.core.plan import Chunk, make_plan
 from torchferry.engine import metadata
-from torchferry.engine.sink import make_target
+from torchferry.engine.sink import target_in_new_memory, target_in_place
 from torchferry.engine.workspace import Cache
 from torchferry.tensors.describe import Description, describe, describe_target
 from torchferry.tensors.kinds import RebuildContext
@@ -52,10 +52,12 @@ def _open(setup: Setup) -> Session:
         frame, incoming = metadata.decode(data, receiver)
         sizes = frame.chunk_bytes, frame.pack_bytes
         planned = metadata.plan_incoming(incoming, receiver, *sizes, frame.digests)
-        target = make_target(incoming, planned, local, context, receiver)
         if local is None:
+            target = target_in_new_memory(incoming, planned, context, receiver)
             for chunk, buffer in zip(plan.chunks, buffers, strict=True):
                 target.sink.write(chunk, buffer)
+        else:
+            target = target_in_place(incoming, planned, local, context, receiver, strict=True, extra="error")
         rebuilt[:] = [target.assemble()]
 
     def settle() -> None:

@@ -384,25 +384,6 @@ class SendBroken(SendFailed, ConnectionError):
     """The connection to a receiver was lost, and no send timed out."""
 
 
-def send_failed(delivered: Sequence[int], failed: Mapping[int, FerryError]) -> SendFailed:
-    """Return the SendFailed that fits the errors of several receivers."""
-    return _fitting(failed.values(), SendLate, SendBroken, SendFailed)(delivered, failed)
-
-
-def _fitting(causes: Collection[BaseException], late: type[E], broken: type[E], other: type[E]) -> type[E]:
-    """Return `late` if one of the causes is a timeout, or else `broken` if one is a lost connection."""
-    kinds = (late, TimeoutError), (broken, ConnectionError)
-    return next((each for each, kind in kinds if any(isinstance(cause, kind) for cause in causes)), other)
-
-
-def what_of(error: BaseException) -> str:
-    """Return what an error says: `what` of a FerryError, or else its class and its message."""
-    try:
-        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-    except Exception:  # from its `__str__`
-        return type(error).__name__
-
-
 def _listed(paths: Sequence[str], limit: int = 10) -> str:
     more = [f"… and {len(paths) - limit} more"] if len(paths) > limit else []
     return ", ".join([*paths[:limit], *more]) or "none"
@@ -424,3 +405,22 @@ def show_ranks(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks 0, 1, 2')
     """
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def send_failed(delivered: Sequence[int], failed: Mapping[int, FerryError]) -> SendFailed:
+    """Return the SendFailed that fits the errors of several receivers."""
+    return _fitting(failed.values(), SendLate, SendBroken, SendFailed)(delivered, failed)
+
+
+def _fitting(causes: Collection[BaseException], late: type[E], broken: type[E], other: type[E]) -> type[E]:
+    """Return `late` if one of the causes is a timeout, or else `broken` if one is a lost connection."""
+    kinds = (late, TimeoutError), (broken, ConnectionError)
+    return next((each for each, kind in kinds if any(isinstance(cause, kind) for cause in causes)), other)
+
+
+def what_of(error: BaseException) -> str:
+    """Return what an error says: `what` of a FerryError, or else its class and its message."""
+    try:
+        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+    except Exception:  # from its `__str__`
+        return type(error).__name__

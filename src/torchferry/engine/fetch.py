@@ -37,7 +37,7 @@ from torchferry.engine.loading import Loading, is_below
 from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
 from torchferry.engine.remote import MAX_LANES, TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
-from torchferry.engine.sink import Sink, Target, make_target
+from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.sources import Sources
 from torchferry.engine.transfer import Phases, with_outcome
 from torchferry.engine.workspace import Workspace
@@ -312,7 +312,9 @@ class _Fetch(Phases):
 
     def _target(self, encoded: EncodedManifest, plan: Plan, local: Description | None) -> Target:
         options, cache = self.options, self._workspace.cache
-        return make_target(
+        if local is None:
+            return target_in_new_memory(encoded, plan, options.context, cache)
+        return target_in_place(
             encoded, plan, local, options.context, cache, strict=options.strict, extra=options.extra
         )
 

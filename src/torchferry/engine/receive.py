@@ -35,7 +35,7 @@ from torchferry.core.report import Report
 from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.metadata import decode, encode, plan_incoming
 from torchferry.engine.relay import Relay
-from torchferry.engine.sink import Sink, Target, make_target
+from torchferry.engine.sink import Sink, Target, target_in_new_memory, target_in_place
 from torchferry.engine.source import first_bytes
 from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window, with_outcome
 from torchferry.engine.workspace import Staging, Workspace
@@ -250,9 +250,11 @@ class _Receive(Transfer[ReceiveOptions]):
         if isinstance(local, Exception):
             raise local
         context = RebuildContext(options.mesh, load_leaf if options.allow_pickle else None)
-        extra = options.extra or ("error" if options.strict else "drop")
         cache = self._workspace.cache
-        return make_target(encoded, plan, local, context, cache, strict=options.strict, extra=extra)
+        if local is None:
+            return target_in_new_memory(encoded, plan, context, cache)
+        extra = options.extra or ("error" if options.strict else "drop")
+        return target_in_place(encoded, plan, local, context, cache, strict=options.strict, extra=extra)
 
     def _answer_offer(self, frame: Frame) -> MemoryChannel | None:
         """Answer a sender that offers memory, and return the channel through it if both ends have one."""

@@ -48,7 +48,7 @@ from torchferry.errors import (
     what_of,
 )
 from torchferry.links.base import Channel, Link, Pending, to_buffer
-from torchferry.links.memory_channel import AnyChannel, MemoryChannel, MemoryOffer, ring_bytes
+from torchferry.links.memory_channel import AnyChannel, MemoryOffer, ring_bytes
 from torchferry.tensors.describe import describe
 
 logger = logging.getLogger(__name__)
@@ -260,16 +260,13 @@ class _Send(Transfer[SendOptions]):
         buffer = to_buffer(data, self._link.device)
         with self._link.frames(peer, "send", self._left_s()) as frames:
             window.add(InFlight(buffer), *_post_frame(frames, buffer))
-        channel: AnyChannel = self._link.channel(peer, self._transfer_id)
+        channel: AnyChannel | None = self._link.channel(peer, self._transfer_id)
         if self._frame.offer:
             yield from window.complete_all()
-            answer = yield from self._receive_answer(peer)
-            if answer is Answer.REJECTED:
-                machine.advance(SenderState.REJECTED)
-                return
-            if answer is Answer.TAKEN:
-                channel = (yield from self._open_memory(peer, cancellation)) or channel
-            machine.advance(SenderState.SENDING)
+            channel = yield from self._open_channel(peer, cancellation)
+            machine.advance(SenderState.REJECTED if channel is None else SenderState.SENDING)
+        if channel is None:
+            return
         if has_payload:
             window.one_at_a_time = channel.copies
             yield from self._send_payload(progress, cancellation, window, channel)
@@ -277,22 +274,23 @@ class _Send(Transfer[SendOptions]):
         yield from channel.flush()
         machine.advance(SenderState.SENT)
 
-    def _receive_answer(self, peer: int) -> Steps[Answer]:
+    def _open_channel(self, peer: int, cancellation: Cancellation) -> Steps[AnyChannel | None]:
+        """Wait for the answer to the offer, and open a channel; None if the receiver rejects the state."""
         buffer = to_buffer(bytes(ANSWER_BYTES), self._link.device)
         yield self._link.answers(peer, self._transfer_id).recv(buffer)
-        return decode_answer(first_bytes(buffer, ANSWER_BYTES), self._frame.nonce)
-
-    def _open_memory(self, peer: int, cancellation: Cancellation) -> Steps[MemoryChannel | None]:
-        """Open the channel of a receiver that has connected; None if there is no memory for it."""
-        channel = self._offers[peer].accept(self._frame.nonce)
-        self._cleanup.callback(channel.close)
-        cancellation.end_waits = channel.stop
-        cancellation.raise_if_cancelled()
-        yield channel.send_ring(ring_bytes(self._source.plan.payload_bytes, len(self._peers)))
-        if not channel.is_open:
+        answer = decode_answer(first_bytes(buffer, ANSWER_BYTES), self._frame.nonce)
+        if answer is Answer.REJECTED:
             return None
-        self._by_memory.add(peer)
-        return channel
+        if answer is Answer.TAKEN:
+            memory = self._offers[peer].accept(self._frame.nonce)
+            self._cleanup.callback(memory.close)
+            cancellation.end_waits = memory.stop
+            cancellation.raise_if_cancelled()
+            yield memory.send_ring(ring_bytes(self._source.plan.payload_bytes, len(self._peers)))
+            if memory.is_open:
+                self._by_memory.add(peer)
+                return memory
+        return self._link.channel(peer, self._transfer_id)
 
     def _send_payload(
         self, progress: Progress, cancellation: Cancellation, window: Window, channel: AnyChannel

@@ -318,10 +318,6 @@ class Sink:
         """Set the state of the chunks from `first` to `end`."""
         self._states[first:end] = bytes([state]) * (end - first)
 
-    def missing(self) -> list[int]:
-        """List the chunks that are not whole."""
-        return [number for number, state in enumerate(self._states) if state != ChunkState.WHOLE]
-
     def unmark_whole(self) -> None:
         """Mark whole chunks as WRITTEN, so that their paths count as torn."""
         self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
@@ -406,7 +402,7 @@ class Target:
     kept: tuple[str, ...] = ()
 
 
-def _target_in_new_memory(
+def target_in_new_memory(
     incoming: EncodedManifest, plan: Plan, context: RebuildContext, cache: Cache
 ) -> Target:
     """Allocate fresh memory for an incoming state; raises StateMismatch if it has a shard of another rank."""
@@ -420,22 +416,17 @@ def _target_in_new_memory(
     return Target(Sink(manifest, plan, fresh=fresh), lambda: assemble_fresh(prepared, fresh))
 
 
-def make_target(
+def target_in_place(
     incoming: EncodedManifest,
     plan: Plan,
-    local: Description | None,
+    local: Description,
     context: RebuildContext,
     cache: Cache,
     *,
-    strict: bool = True,
-    extra: Extra = "error",
+    strict: bool,
+    extra: Extra,
 ) -> Target:
-    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit.
-
-    Without a local state, they are placed in fresh memory.
-    """
-    if local is None:
-        return _target_in_new_memory(incoming, plan, context, cache)
+    """Place every chunk of an incoming state in the local one; raises StateMismatch if it does not fit."""
     manifest = incoming.manifest
     if extra != "drop":
         prepared = prepare(incoming, context, cache)

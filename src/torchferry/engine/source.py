@@ -13,7 +13,7 @@ from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.workspace import Staging
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import gather, peek, run_of
+from torchferry.tensors.memory import gather, run_of
 
 NOT_HASHED = -1
 
@@ -115,7 +115,7 @@ class ChunkSource:
         digests: list[int | None] = []
         for end in samples_of(chunk.pieces[0], chunk.pieces[-1]):
             try:
-                digests.append(xxh3_64_intdigest(peek(self.description.memories[end.storage], end)))
+                digests.append(digest(run_of(self.description.memories[end.storage], end)))
             except (RuntimeError, StateError):
                 digests.append(None)
         return digests

@@ -175,12 +175,6 @@ def view_of(memory: Memory, piece: Extent) -> memoryview:
     return memoryview((ctypes.c_char * piece.run_bytes).from_address(address)).cast("B")
 
 
-def peek(memory: Memory, piece: Extent) -> bytes:
-    """Copy a short piece without gaps; raises StateError if its memory was freed."""
-    run = run_of(memory, piece).cpu()
-    return ctypes.string_at(run.data_ptr(), run.nbytes)
-
-
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
     """Copy pieces of memory into a flat buffer, one after the other; raises StateError if one was freed."""
     _copy_pieces(memories, pieces, buffer, into_buffer=True)

@@ -15,7 +15,7 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.plan import PACK_FROM, make_plan
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
-from torchferry.engine.sink import make_target
+from torchferry.engine.sink import target_in_new_memory
 from torchferry.engine.workspace import Cache
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
@@ -157,7 +157,7 @@ def test_storages_that_are_packed_are_not_allocated_before_they_arrive() -> None
     state = [torch.zeros(1 << 20), *(torch.zeros(10) for _ in range(COUNT))]
     described = describe(state)
     encoded, plan = EncodedManifest(described.manifest, b""), make_plan(described.manifest)
-    target = make_target(encoded, plan, None, RebuildContext(), Cache())
+    target = target_in_new_memory(encoded, plan, RebuildContext(), Cache())
     assert target.sink.fresh is not None
     assert list(target.sink.fresh._memories) == [0]
 
