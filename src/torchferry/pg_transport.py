@@ -206,13 +206,12 @@ class PGTransport:
     def _check_peer(self, rank: int) -> int:
         require(is_int(rank), "a rank", "an int", rank)
         own, size = rank_in(self._pg), size_of(self._pg)
-        if size is not None and not 0 <= rank < size:
+        if rank < 0 or (size is not None and rank >= size):
+            ranks = "" if size is None else f", which has ranks 0 to {size - 1}"
             raise BadArgument(
-                f"rank {rank} is not in the group, which has ranks 0 to {size - 1}. These are ranks in "
-                "the group given to PGTransport; torch.distributed.get_group_rank converts global ranks"
+                f"rank {rank} is not in the group{ranks}. These are ranks in the group given to PGTransport; "
+                "torch.distributed.get_group_rank converts global ranks"
             )
-        if rank < 0:
-            raise BadArgument(f"rank {rank} is not in the group")
         if rank == own:
             raise BadArgument(f"rank {rank} is this process itself: pass another rank")
         return rank

@@ -270,6 +270,7 @@ class HttpConnection:
         self._forget_descriptors()
         if self._ring is not None:
             self._ring.close()
+            self._ring = None  # it refers to this object
         with self._lock:
             self._sock.close()
 
