@@ -200,14 +200,15 @@ class MemoryChannel:
     def _receive_ring(self) -> None:
         self._set_timeout()
         data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if data == _NO_RING:
-            return
-        if data != _RING or not descriptors:
+        try:
+            if data == _NO_RING:
+                return
+            if data != _RING or not descriptors:
+                raise ConnectionError("the peer sent no ring")
+            with suppress(OSError):
+                self._ring = map_ring(self._sock, descriptors[0], self._wait_for_filled)
+        finally:
             close_all(descriptors)
-            raise ConnectionError("the peer sent no ring")
-        with suppress(OSError):
-            self._ring = map_ring(self._sock, descriptors[0], self._wait_for_filled)
-        close_all(descriptors)
         self._send(_RING if self.is_open else _NO_RING)
 
     def _wait_for_filled(self, most: int) -> int:

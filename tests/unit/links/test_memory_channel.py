@@ -242,6 +242,15 @@ def test_a_ring_that_is_not_sealed_is_not_used() -> None:
         assert not receiver.is_open
 
 
+def test_no_descriptor_of_a_sender_without_a_ring_is_kept() -> None:
+    with unopened() as (sender, receiver):
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(sender._sock, [b"\x02"], [0])
+        receiver.receive_ring().wait(FAR_S)
+        assert not receiver.is_open
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.parametrize("data", [b"", b"\x01", b"\x07"], ids=["closed", "no descriptor", "unknown"])
 def test_a_sender_that_breaks_the_protocol_is_an_error(data: bytes) -> None:
     with unopened() as (sender, receiver):
