@@ -86,24 +86,22 @@ class ChunkSource:
         if self.must_stage(chunk):
             self.staging.give_back(buffer)
 
-    def hash(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None) -> None:
-        """Hash a chunk that was read, unless its digest is known. `hasher` has hashed it already."""
+    def hash(
+        self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None, *, each_piece: bool = False
+    ) -> None:
+        """Hash a chunk that was read, unless its digest is known. If `hasher` is given, it has hashed it."""
         if self.digests[chunk.number] == NOT_HASHED:
-            uncounted = not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces)
             found = digest(buffer) if hasher is None else hasher.intdigest()
-            self._note(chunk, buffer, found, each_piece=uncounted)
-
-    def _note(self, chunk: Chunk, buffer: torch.Tensor, found: int, *, each_piece: bool) -> None:
-        if each_piece:
-            self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
-        # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
-        self.digests[chunk.number] = found
+            if each_piece or not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces):
+                self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
+            # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
+            self.digests[chunk.number] = found
 
     def hash_all(self) -> None:
         """Hash every chunk, and every piece, so that `find_changes` can tell which piece changed."""
         for chunk in self.plan.chunks:
             buffer = self.read(chunk)
-            self._note(chunk, buffer, digest(buffer), each_piece=True)
+            self.hash(chunk, buffer, each_piece=True)
             self.release(chunk, buffer)
 
     def take_samples(self) -> None:
