@@ -25,7 +25,7 @@ from torchferry.core.report import Report
 from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
 from torchferry.engine.transfer import OptionsT
 from torchferry.errors import BadArgument
-from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
+from torchferry.links.process_group import ProcessGroupLink
 
 # Names that torch's PGTransport has, and that the tests written for it import.
 _StateDictMeta = compat.ContractStateMeta
@@ -123,7 +123,6 @@ class PGTransport:
             "same_host": same_host,
         }
         self.last_report: Report | None = None
-        self._pg = pg
         self._link = ProcessGroupLink(pg, _check_device(device))
         self._workspace = Workspace(self._link.device)
         self._send_options = SendOptions(
@@ -197,15 +196,13 @@ class PGTransport:
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
         self.last_report = None
-        peer, size = self._check_peer(src_rank), size_of(self._pg)
-        options = _for_call(self._receive_options, step, timeout)
-        options = replace(options, members=None if size is None else range(size))
+        peer, options = self._check_peer(src_rank), _for_call(self._receive_options, step, timeout)
         state, self.last_report = receive_state(self._link, peer, options, self._workspace)
         return state
 
     def _check_peer(self, rank: int) -> int:
         require(is_int(rank), "a rank", "an int", rank)
-        own, size = rank_in(self._pg), size_of(self._pg)
+        own, size = self._link.rank, self._link.size
         if rank < 0 or (size is not None and rank >= size):
             ranks = "" if size is None else f", which has ranks 0 to {size - 1}"
             raise BadArgument(

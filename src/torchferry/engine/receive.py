@@ -62,11 +62,10 @@ _ABORT_S = 0.5
 class ReceiveOptions(TransferOptions):
     """How to receive a state.
 
-    `members` are the ranks of the group, if known. `local_state` returns the state that is written in place.
-    `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
+    `local_state` returns the state that is written in place. `extra` says what to do with paths that only the
+    peer has; None means "error" if `strict`, else "drop".
     """
 
-    members: range | None = None
     local_state: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
@@ -230,9 +229,9 @@ class _Receive(Transfer[ReceiveOptions]):
 
     def _check_route(self, frame: Frame) -> Route:
         """Return the route of the payload; raises BadManifest if a rank is repeated or not in the group."""
-        route, members = frame.route or Route(self._peer), self._options.members
+        route, size = frame.route or Route(self._peer), self._link.size
         others = [rank for rank in (route.upstream, route.next, *route.before) if rank is not None]
-        outside = members is not None and any(rank not in members for rank in others)
+        outside = size is not None and max(others) >= size
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
         if outside or repeated or self._link.rank in others:
             raise BadManifest(

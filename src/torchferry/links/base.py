@@ -79,6 +79,8 @@ class Link:
 
     rank: int | None = 0
     """This process's rank, if it is known."""
+    size: int | None = None
+    """How many ranks there are, if it is known."""
     device = torch.device("cpu")
     """The device of staging buffers."""
     sends_short = False
