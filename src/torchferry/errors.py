@@ -36,8 +36,10 @@ Errors have `peer` (a rank in the group, or the address of a source), `path` and
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Self, TypeVar
+
+E = TypeVar("E")
 
 
 class FerryError(Exception):
@@ -123,7 +125,7 @@ class TargetTorn(StateError):
     def __init__(
         self, cause: BaseException, *, whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]
     ) -> None:
-        failure = cause if isinstance(cause, FerryError) else FerryError(f"{type(cause).__name__}: {cause}")
+        failure = cause if isinstance(cause, FerryError) else FerryError(what_of(cause))
         self.whole, self.torn, self.untouched = tuple(whole), tuple(torn), tuple(untouched)
         super().__init__(
             f"{self._damage()}. Receive again before using it. The failure: {failure.what}",
@@ -150,6 +152,16 @@ class TornAndLate(TargetTorn, TimeoutError):
 
 class TornAndBroken(TargetTorn, ConnectionError):
     """The connection was lost after local tensors were written."""
+
+
+def torn_after(
+    cause: BaseException, *, whole: Sequence[str], torn: Sequence[str], untouched: Sequence[str]
+) -> TargetTorn:
+    """Return the TargetTorn that fits a failure, with the failure as its `__cause__`."""
+    error_class = _fitting([cause], TornAndLate, TornAndBroken, TargetTorn)
+    error = error_class(cause, whole=whole, torn=torn, untouched=untouched)
+    error.__cause__ = cause
+    return error
 
 
 class ReadersRemain(StateError, TimeoutError):
@@ -388,3 +400,22 @@ def show_ranks(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks 0, 1, 2')
     """
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def send_failed(delivered: Sequence[int], failed: Mapping[int, FerryError]) -> SendFailed:
+    """Return the SendFailed that fits the errors of several receivers."""
+    return _fitting(failed.values(), SendLate, SendBroken, SendFailed)(delivered, failed)
+
+
+def _fitting(causes: Collection[BaseException], late: type[E], broken: type[E], other: type[E]) -> type[E]:
+    """Return `late` if one of the causes is a timeout, or else `broken` if one is a lost connection."""
+    kinds = (late, TimeoutError), (broken, ConnectionError)
+    return next((each for each, kind in kinds if any(isinstance(cause, kind) for cause in causes)), other)
+
+
+def what_of(error: BaseException) -> str:
+    """Return what an error says: `what` of a FerryError, or else its class and its message."""
+    try:
+        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+    except Exception:  # from its `__str__`
+        return type(error).__name__

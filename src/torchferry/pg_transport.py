@@ -25,7 +25,7 @@ from torchferry.core.report import Report
 from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
 from torchferry.engine.transfer import OptionsT
 from torchferry.errors import BadArgument
-from torchferry.links.process_group import ProcessGroupLink, rank_in, size_of
+from torchferry.links.process_group import ProcessGroupLink
 
 # Names that torch's PGTransport has, and that the tests written for it import.
 _StateDictMeta = compat.ContractStateMeta
@@ -114,34 +114,29 @@ class PGTransport:
             check_choice(extra, "extra", get_args(Extra))
         is_count = is_int(max_metadata_bytes) and max_metadata_bytes > 0
         require(is_count, "max_metadata_bytes", "a positive number of bytes", max_metadata_bytes)
-        timeout_s = seconds(timeout, "timeout")
-        stall_s = None if stall_timeout is None else seconds(stall_timeout, "stall_timeout")
+        both: dict[str, Any] = {
+            "timeout_s": seconds(timeout, "timeout"),
+            "max_metadata_bytes": max_metadata_bytes,
+            "stall_s": None if stall_timeout is None else seconds(stall_timeout, "stall_timeout"),
+            "verify": verify,
+            "allow_pickle": allow_pickle,
+            "same_host": same_host,
+        }
         self.last_report: Report | None = None
-        self._pg = pg
         self._link = ProcessGroupLink(pg, _check_device(device))
         self._workspace = Workspace(self._link.device)
         self._send_options = SendOptions(
-            timeout_s,
-            max_metadata_bytes,
+            **both,
             relay=relay,
-            allow_pickle=allow_pickle,
-            stall_s=stall_s,
-            verify=verify,
-            same_host=same_host,
             copy_up_to=check_int(copy_up_to, "copy_up_to", low=0),
             question="Is rank {peer} in recv_checkpoint, on the same group?",
         )
         self._receive_options = ReceiveOptions(
-            timeout_s,
-            max_metadata_bytes,
+            **both,
             local_state=state_dict,
             strict=strict,
             extra=extra,
             mesh=mesh,
-            allow_pickle=allow_pickle,
-            stall_s=stall_s,
-            verify=verify,
-            same_host=same_host,
             question="Is rank {peer} in send_checkpoint, with this rank in dst_ranks, on the same group?",
         )
 
@@ -178,7 +173,7 @@ class PGTransport:
         peers = [self._check_peer(rank) for rank in dst_ranks]
         if len(set(peers)) != len(peers):
             raise BadArgument(f"dst_ranks {peers} lists a rank twice")
-        options = _for_call(self._send_options, timeout, step=_check_step(step))
+        options = _for_call(self._send_options, step, timeout)
         self.last_report = send_state(self._link, peers, state_dict, options, self._workspace)
 
     def recv_checkpoint(
@@ -201,32 +196,28 @@ class PGTransport:
             GroupBroken: an earlier transfer failed on this group: create a new group.
         """
         self.last_report = None
-        peer, size = self._check_peer(src_rank), size_of(self._pg)
-        members = None if size is None else range(size)
-        options = _for_call(self._receive_options, timeout, step=_check_step(step), members=members)
+        peer, options = self._check_peer(src_rank), _for_call(self._receive_options, step, timeout)
         state, self.last_report = receive_state(self._link, peer, options, self._workspace)
         return state
 
     def _check_peer(self, rank: int) -> int:
         require(is_int(rank), "a rank", "an int", rank)
-        own, size = rank_in(self._pg), size_of(self._pg)
-        if size is not None and not 0 <= rank < size:
+        own, size = self._link.rank, self._link.size
+        if rank < 0 or (size is not None and rank >= size):
+            ranks = "" if size is None else f", which has ranks 0 to {size - 1}"
             raise BadArgument(
-                f"rank {rank} is not in the group, which has ranks 0 to {size - 1}. These are ranks in "
-                "the group given to PGTransport; torch.distributed.get_group_rank converts global ranks"
+                f"rank {rank} is not in the group{ranks}. These are ranks in the group given to PGTransport; "
+                "torch.distributed.get_group_rank converts global ranks"
             )
-        if rank < 0:
-            raise BadArgument(f"rank {rank} is not in the group")
         if rank == own:
             raise BadArgument(f"rank {rank} is this process itself: pass another rank")
         return rank
 
 
-def _for_call(options: OptionsT, timeout: Timeout | None, **changes: Any) -> OptionsT:
+def _for_call(options: OptionsT, step: int | None, timeout: Timeout | None) -> OptionsT:
     """Return the options of one transfer, which may have a timeout of its own."""
-    if timeout is not None:
-        changes["timeout_s"] = seconds(timeout, "timeout")
-    return replace(options, **changes)
+    timeout_s = options.timeout_s if timeout is None else seconds(timeout, "timeout")
+    return replace(options, step=None if step is None else check_int(step, "step"), timeout_s=timeout_s)
 
 
 def _check_group(pg: Any) -> None:
@@ -252,9 +243,3 @@ def _check_device(device: torch.device | str) -> torch.device:
             f"there is no {found.type} on this machine: device must be the one the backend works on"
         )
     return found
-
-
-def _check_step(step: int | None) -> int | None:
-    is_step = step is None or (is_int(step) and -(2**63) <= step < 2**63)
-    require(is_step, "step", "an int of 64 bits", step)
-    return step

@@ -11,6 +11,7 @@ from typing import Any, Self, get_args
 from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
+from torchferry.engine.deadlines import left_s
 from torchferry.engine.published import SnapshotMemory, publish
 from torchferry.engine.pull_handler import PullHandler
 from torchferry.engine.reshare import Resharing
@@ -151,8 +152,7 @@ class Source:
         deadline_s = time.monotonic() + self._check(name, timeout, readers)
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
-        left_s = max(deadline_s - time.monotonic(), 0.0)
-        if not publishing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+        if not publishing.acquire(timeout=min(left_s(deadline_s), threading.TIMEOUT_MAX)):
             raise ReadersRemain([], f"another thread is publishing {name!r} and did not finish in time")
         try:
             self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)

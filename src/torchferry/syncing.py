@@ -19,9 +19,10 @@ from torchferry.core.text import show_text
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
 from torchferry.engine.coordination import CALLED, Coordinator, Member
+from torchferry.engine.deadlines import left_s
 from torchferry.engine.published import digest_leaves
 from torchferry.engine.workspace import Workspace
-from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
+from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout, what_of
 from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source
 from torchferry.tensors.describe import Description, describe, describe_target
@@ -183,9 +184,7 @@ class _Call:
             self._ask_store(lambda: self._store.set(_key(self._rank), address))
             return self._take_steps(member, address)
         except BaseException as error:
-            reason = show_text(
-                error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-            )
+            reason = show_text(what_of(error))
             coordinator.close(reason)
             with suppress(FerryError):
                 member.leave(reason)
@@ -269,8 +268,8 @@ class _Call:
             addresses = [parse_address(member.ranks[rank].source) for rank in chosen]
             taken = [paths[number] for number in share.numbers]
             bundles.append(IncomingBundle(share.name, addresses, taken, len(share.takers) > 1))
-        left_s = max(self._deadline_s - time.monotonic(), 0.0)
-        return receive_state(self._described, tree, bundles, self._target, left_s, atomic=self._atomic)
+        timeout_s = left_s(self._deadline_s)
+        return receive_state(self._described, tree, bundles, self._target, timeout_s, atomic=self._atomic)
 
     # The group's store.
 

@@ -211,10 +211,10 @@ class PGTransport:
         **options: Any,
     ) -> None:
         defaults = {"strict": False, "extra": "fresh", "copy_up_to": COPIED_BYTES}
-        self._pg, self._timeout, self._device = pg, timeout, torch.device(device)
         self._transport = pg_transport.PGTransport(
             pg, timeout or timedelta.max, device, state_dict, **{**defaults, **options}
         )
+        self._pg, self._timeout, self._device = pg, timeout, torch.device(device)
 
     @property
     def last_report(self) -> Report | None:

@@ -166,7 +166,7 @@ def failed_receivers_count_as_delivered(monkeypatch: pytest.MonkeyPatch) -> None
     def wrong_lists(delivered: Any, failed: Any) -> SendBroken:
         return SendBroken([*delivered, *failed], failed)
 
-    monkeypatch.setattr(send, "SendBroken", wrong_lists)
+    monkeypatch.setattr(send, "send_failed", wrong_lists)
 
 
 def a_lost_next_receiver_fails_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,11 @@ def test_it_is_a_checkpoint_transport_of_torchft(groups: list[ProcessGroupGloo])
     transport.shutdown()
 
 
+def test_a_wrong_device_is_a_bad_argument(groups: list[ProcessGroupGloo]) -> None:
+    with pytest.raises(torchferry.BadArgument, match="device must be"):
+        PGTransport(groups[0], timeout=SOON, device="nonsense")
+
+
 def test_torchfts_own_test_of_a_transport_passes(store: dist.TCPStore) -> None:
     def new_transport(rank: int, size: int) -> Any:
         group = ProcessGroupGloo()

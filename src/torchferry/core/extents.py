@@ -19,6 +19,7 @@ from math import prod
 from msgspec import Struct
 
 from torchferry.core.manifest import TensorSpec
+from torchferry.errors import StateError
 
 MAX_RUNS = 1 << 20
 """The limit for irregular patterns, which are listed run by run. A million runs take about a second."""
@@ -35,6 +36,15 @@ Repeats = tuple[tuple[int, int], ...]
 
 class TooIrregular(ValueError):
     """The views overlap in a pattern that needs more than MAX_RUNS runs."""
+
+
+def check_held(held: int, end: int) -> None:
+    """Raise StateError if a storage holds fewer than `end` bytes: torch would allocate the rest silently."""
+    if end > held:
+        raise StateError(
+            f"the memory of a tensor was freed during the transfer: its storage holds {held} bytes of the "
+            f"{end} that are used"
+        )
 
 
 class Budget(Struct):

@@ -70,6 +70,7 @@ def make_plan(
     manifest: Manifest,
     chunk_bytes: int = CHUNK_BYTES,
     pack_bytes: int | None = None,
+    *,
     pack_from: int = PACK_FROM,
 ) -> Plan:
     """Plan the transfer of a state: extents below `pack_bytes` are packed, those above a chunk are split.

@@ -27,8 +27,8 @@ from torchferry.errors import (
     StateError,
     StateMismatch,
     TargetTorn,
-    TornAndBroken,
-    TornAndLate,
+    torn_after,
+    what_of,
 )
 from torchferry.links.address import Address
 from torchferry.tensors.assemble import container_builders
@@ -178,10 +178,7 @@ class _Receiving:
         failure = failures[0] if failures else _Cancelled("interrupted")
         if not lists["whole"] and not lists["torn"]:
             return failure
-        late, broken = (isinstance(failure, each) for each in (TimeoutError, ConnectionError))
-        combined = (TornAndLate if late else TornAndBroken if broken else TargetTorn)(failure, **lists)
-        combined.__cause__ = failure
-        return combined
+        return torn_after(failure, **lists)
 
 
 def receive_state(
@@ -246,7 +243,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
 
 def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
-    failure = error if isinstance(error, FerryError) else StateError(f"{type(error).__name__}: {error}")
+    failure = error if isinstance(error, FerryError) else StateError(what_of(error))
     keys = [format_path(path) for bundle in receiving.bundles for path in bundle.paths]
     if not loading.can_undo:
         torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]

@@ -32,6 +32,7 @@ from torchferry.core.agreement import (
 from torchferry.core.assignment import Assignment, Table, assign
 from torchferry.core.codec import decode_manifest, decode_value
 from torchferry.core.pull import CHANGED, LEASE_ENDED, NOTHING, OK
+from torchferry.engine.deadlines import left_s
 from torchferry.errors import (
     FerryError,
     LinkBroken,
@@ -343,10 +344,10 @@ class Member:
         while True:
             if self._connection is None:
                 self._connection, post = self._connect(), self._said
-            post = structs.replace(post, left_s=self._left_s())
+            post = structs.replace(post, left_s=left_s(self._deadline_s))
             try:
                 head = self._connection.request(
-                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _GRACE_S
+                    "POST", _POST, msgpack.encode(post), timeout_s=left_s(self._deadline_s) + _GRACE_S
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
@@ -366,7 +367,7 @@ class Member:
             self.close()
             if is_lost:
                 self._turn_to_next(reason)
-            elif not self._left_s():
+            elif not left_s(self._deadline_s):
                 raise self._absent()
             else:
                 # The address is of an earlier call. The rank will replace it.
@@ -390,9 +391,6 @@ class Member:
             self._connection.close()
             self._connection = None
 
-    def _left_s(self) -> float:
-        return max(self._deadline_s - time.monotonic(), 0.0)
-
     def _turn_to_next(self, reason: str) -> None:
         lost = self.coordinator
         logger.warning("rank %d, the coordinator of the sync, is lost (%s)", lost, reason)
@@ -412,14 +410,16 @@ class Member:
             if address and address != CALLED:
                 self._address = address
                 try:
-                    return HttpConnection(parse_address(address), None, min(self._left_s() + 0.1, 5.0))
+                    return HttpConnection(
+                        parse_address(address), None, min(left_s(self._deadline_s) + 0.1, 5.0)
+                    )
                 except LinkError as error:
                     # It may be an address of an earlier call, which is replaced soon.
                     since_s = refused.setdefault(address, time.monotonic())
                     if known is not None or time.monotonic() > since_s + _STALE_S:
                         self._turn_to_next(error.what)
                         continue
-            if not self._left_s():
+            if not left_s(self._deadline_s):
                 raise self._absent()
             time.sleep(_POLL_S)
 

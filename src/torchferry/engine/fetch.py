@@ -28,6 +28,7 @@ from torchferry.core.text import show_text
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
 from torchferry.engine.caller import Caller, ProgressEvent
+from torchferry.engine.deadlines import left_s
 from torchferry.engine.differing import differing_chunks
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
@@ -50,6 +51,7 @@ from torchferry.errors import (
     PeerGaveUp,
     StateError,
     StateMismatch,
+    what_of,
 )
 from torchferry.links.address import Address
 from torchferry.tensors.describe import Description, describe_target
@@ -225,9 +227,6 @@ class _Fetch(Phases):
         self._enter_phase(state.phase or self._phase)
         self._caller.phase = self._phase
 
-    def _left_s(self) -> float:
-        return max(self._deadline_s - time.monotonic(), 0.0)
-
     # The steps.
 
     def _choose(self) -> Grant:
@@ -259,8 +258,8 @@ class _Fetch(Phases):
         for attempt in count():
             for source in sources.serving():
                 # With several sources, do not wait long for one: another may be faster.
-                patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else self._left_s()
-                patience_s = min(patience_s, self._left_s())
+                patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else left_s(self._deadline_s)
+                patience_s = min(patience_s, left_s(self._deadline_s))
                 try:
                     until_s = time.monotonic() + patience_s
                     silent_s = min(patience_s, stall_s or inf)
@@ -284,7 +283,7 @@ class _Fetch(Phases):
                 grant = sources.choose() or grant
                 if not sources.serving():
                     raise self._why_none(until_s)
-            if not self._left_s():
+            if not left_s(self._deadline_s):
                 raise self._why_none(self._deadline_s)
         raise AssertionError("unreachable")
 
@@ -342,7 +341,7 @@ class _Fetch(Phases):
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: unverified chunks may mix old and new values."""
         for source in self._sources.live():
-            source.report_damage(needed[0], self._left_s())
+            source.report_damage(needed[0], left_s(self._deadline_s))
 
     def _undo(self, sink: Sink, loading: Loading) -> str:
         """Restore the earlier state, if there is a copy. Return a text that says so, and set `_outcome`."""
@@ -374,7 +373,7 @@ class _Fetch(Phases):
         ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
         result = Result("confirmed", verified=self.options.verify)
         # A fetch that was complete just in time has a moment left.
-        timeout_s = min(_CONFIRM_S, max(self._left_s(), _FAILED_S))
+        timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _FAILED_S))
         untold = self._caller.run(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]
         if unsure and not self.options.verify and not self._is_committed:
@@ -429,9 +428,7 @@ class _Fetch(Phases):
 
     def result_of(self, error: BaseException) -> Result:
         """Return what to tell the sources about a fetch that failed."""
-        reason = show_text(
-            error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-        )
+        reason = show_text(what_of(error))
         if self._machine.state is FetchState.COMPARING and isinstance(error, (StateMismatch, PeerError)):
             self._machine.advance(FetchState.REFUSED)
             return Result("refused", reason)

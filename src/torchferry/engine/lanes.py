@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from torchferry.core.watch import Action, Limits, next_action
+from torchferry.engine.deadlines import left_s
 from torchferry.errors import LinkBroken, LinkError, LinkStalled, LinkTimeout
 from torchferry.links.base import Link, Pending
 
@@ -146,15 +147,14 @@ class Runner:
         """Return when one of the lanes is over, or at the given time."""
         if any(lane.over for lane in lanes):
             return
-        left_s = max(until_s - time.monotonic(), 0.0)
         with suppress(Empty):
-            self._ended.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+            self._ended.get(timeout=min(left_s(until_s), threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Wait a moment for cancelled lanes to end, but not for one that is stuck."""
         ends_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(max(ends_s - time.monotonic(), 0.0))
+            thread.join(left_s(ends_s))
 
     def _run(self, lane: Lane[Any], deadline_s: float) -> None:
         pending = lane.step()
@@ -172,7 +172,7 @@ def _wait(pending: Pending, deadline_s: float, peer: int) -> BaseException | Non
     A wait that begins late times out in the backend too: gloo closes the connection, and the peer notices.
     """
     try:
-        pending.wait(max(deadline_s - time.monotonic(), 0.0))
+        pending.wait(left_s(deadline_s))
     except BaseException as error:
         # When the wait of one lane times out, gloo closes the connections of all lanes.
         is_late = isinstance(error, LinkBroken) and time.monotonic() >= deadline_s
@@ -211,7 +211,7 @@ def _await_stop(lanes: Sequence[Lane[Any]]) -> None:
     """Wait until cancelled lanes stop working, so that nothing is written after the error is raised."""
     ends_s = time.monotonic() + _STOP_S
     for lane in lanes:
-        if lane.at_work.acquire(timeout=max(ends_s - time.monotonic(), 0.0)):
+        if lane.at_work.acquire(timeout=left_s(ends_s)):
             lane.at_work.release()
 
 

@@ -5,15 +5,13 @@ follows from a manifest alone is taken from a cache, where it is keyed by the ma
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from sys import maxsize
-from typing import Any
 
 from torchferry.core import codec
 from torchferry.core.codec import EncodedManifest, Frame
 from torchferry.core.extents import TooIrregular
 from torchferry.core.manifest import Manifest
-from torchferry.core.plan import Plan, TooManyChunks, make_plan
+from torchferry.core.plan import PACK_FROM, Plan, TooManyChunks, make_plan
 from torchferry.engine.workspace import Cache
 from torchferry.errors import BadManifest, Unsendable
 from torchferry.tensors import assemble
@@ -40,7 +38,7 @@ def decode_manifest(data: bytes, cache: Cache) -> EncodedManifest:
     return cache.get(("manifest", data), lambda: EncodedManifest(codec.decode_manifest(data), data))
 
 
-def plan(encoded: EncodedManifest, cache: Cache, *sizes: Any, **more: Any) -> Plan:
+def plan(encoded: EncodedManifest, cache: Cache, *sizes: int, pack_from: int = PACK_FROM) -> Plan:
     """Plan a transfer as `make_plan` does, with the same arguments after the manifest."""
 
     def count_bytes(made: Plan) -> int:
@@ -48,21 +46,20 @@ def plan(encoded: EncodedManifest, cache: Cache, *sizes: Any, **more: Any) -> Pl
         return _PIECE_BYTES * sum(1 + len(chunk.pieces) for chunk in made.chunks)
 
     # Only the tensors matter: a plan is kept while values, such as a step, change.
-    key = ("plan", codec.encode_value(encoded.manifest.tensors), sizes, tuple(more.items()))
-    return cache.get(key, lambda: make_plan(encoded.manifest, *sizes, **more), count_bytes)
+    key = ("plan", codec.encode_value(encoded.manifest.tensors), sizes, pack_from)
+    return cache.get(key, lambda: make_plan(encoded.manifest, *sizes, pack_from=pack_from), count_bytes)
 
 
 def plan_outgoing(encoded: EncodedManifest, cache: Cache, chunk_sizes: Sequence[int], pack_from: int) -> Plan:
     """Plan with the first chunk size that does not give too many chunks; raises Unsendable if none does."""
-    try:
-        for chunk_bytes in chunk_sizes[:-1]:
-            with suppress(TooManyChunks):
-                return plan(encoded, cache, chunk_bytes, pack_from=pack_from)
-        return plan(encoded, cache, chunk_sizes[-1], pack_from=pack_from)
-    except TooIrregular as error:
-        raise too_irregular(error) from None
-    except TooManyChunks as error:
-        raise Unsendable(f"{error}: send the state in parts") from None
+    for chunk_bytes in chunk_sizes:
+        try:
+            return plan(encoded, cache, chunk_bytes, pack_from=pack_from)
+        except TooIrregular as error:
+            raise too_irregular(error) from None
+        except TooManyChunks as error:
+            reason = str(error)
+    raise Unsendable(f"{reason}: send the state in parts")
 
 
 def too_irregular(error: TooIrregular) -> Unsendable:

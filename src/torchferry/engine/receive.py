@@ -7,6 +7,7 @@ it receives all messages and drops them, so that the sender can finish.
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,7 +49,7 @@ from torchferry.errors import (
     StepMismatch,
 )
 from torchferry.links.base import Channel, Link, to_buffer
-from torchferry.links.memory_channel import MemoryChannel, take_offer
+from torchferry.links.memory_channel import AnyChannel, MemoryChannel, take_offer
 from torchferry.tensors.describe import Description, describe_target
 from torchferry.tensors.kinds import RebuildContext
 
@@ -62,17 +63,14 @@ _ABORT_S = 0.5
 class ReceiveOptions(TransferOptions):
     """How to receive a state.
 
-    `members` are the ranks of the group, if known. `local_state` returns the state that is written in place.
-    `extra` says what to do with paths that only the peer has; None means "error" if `strict`, else "drop".
-    With `allow_pickle`, pickled leaves and metadata are loaded.
+    `local_state` returns the state that is written in place. `extra` says what to do with paths that only the
+    peer has; None means "error" if `strict`, else "drop".
     """
 
-    members: range | None = None
     local_state: Callable[[], object] | None = None
     strict: bool = True
     extra: Extra | None = None
     mesh: DeviceMesh | None = None
-    allow_pickle: bool = False
 
 
 def receive_state(
@@ -102,7 +100,8 @@ class _Receive(Transfer[ReceiveOptions]):
         self._progress = Progress(peer, contacted=False)
         self._route = Route(peer)
         self._sink: Sink | None = None
-        self._memory_channel: MemoryChannel | None = None
+        self._not_forwarded: str | None = None
+        self._cleanup = ExitStack()
 
     def _enter(self, state: ReceiverState) -> None:
         self._machine.advance(state)
@@ -110,9 +109,10 @@ class _Receive(Transfer[ReceiveOptions]):
 
     def run(self) -> tuple[object, Report]:
         try:
-            return self._run()
+            # It closes the channel through memory. Nothing is written afterwards.
+            with self._cleanup:
+                return self._run()
         except BaseException as error:
-            self._close_memory()
             explained = self._explain(error)
             if self._machine.state.messages_pending:
                 self._link.mark_broken(explained)
@@ -120,49 +120,29 @@ class _Receive(Transfer[ReceiveOptions]):
             if explained is error:
                 raise
             raise explained from explained.__cause__
-        finally:
-            self._close_memory()
-
-    def _close_memory(self) -> None:
-        """Close the channel through memory. Nothing is written through it afterwards."""
-        if self._memory_channel is not None:
-            self._memory_channel.close()
 
     def _run(self) -> tuple[object, Report]:
         # The sender describes its state at the same time.
-        local = self._describe_local()
+        local, cache = self._describe_local(), self._workspace.cache
         data = self._receive_frame()
         if is_frame(data):
-            frame, encoded = decode(data, self._workspace.cache)
+            frame, encoded = decode(data, cache)
         else:
             frame = decode_pickled(data, allow_pickle=self._options.allow_pickle)
-            encoded = encode(frame.manifest, self._workspace.cache)
-        cache = self._workspace.cache
+            encoded = encode(frame.manifest, cache)
         plan = plan_incoming(encoded, cache, frame.chunk_bytes, frame.pack_bytes, frame.digests)
         self._route = self._check_route(frame)
         self._content = frame.manifest, plan
+        channel: AnyChannel = self._link.channel(self._route.upstream, frame.transfer)
         self._enter(ReceiverState.COMPARING)
         try:
             target = self._compare(frame, encoded, plan, local)
         except Exception as rejection:
-            self._reject(frame, plan, rejection)
+            self._reject(frame, Sink(frame.manifest, plan), channel, rejection)
             raise
         if frame.offer:
-            self._enter(ReceiverState.ANSWERING)
-            self._answer(frame, Answer.TAKEN if self._take_offer(frame) else Answer.DECLINED)
-        self._sink = target.sink
-        self._enter(ReceiverState.RECEIVING)
-        try:
-            payload = self._receive_payload(frame, target.sink, verify=self._options.verify)
-            self._enter(ReceiverState.CHECKING)
-        finally:
-            target.sink.increment_versions()
-        payload.raise_if_unusable(self._peer)
-        self._enter(ReceiverState.ASSEMBLING)
-        # If this fails, it is not known which tensors are complete.
-        target.sink.unmark_whole()
-        state = target.assemble()
-        self._enter(ReceiverState.DONE)
+            channel = self._answer_offer(frame) or channel
+        state = self._receive_into(target, frame, channel)
         _warn_of_unmatched(self._peer, target)
         return state, Report(
             (self._peer,),
@@ -171,14 +151,31 @@ class _Receive(Transfer[ReceiveOptions]):
             len(plan.chunks),
             self._finish_phase(),
             forwarded_to=self._route.next,
-            not_forwarded=payload.not_forwarded,
+            not_forwarded=self._not_forwarded,
             forwarded_by=None if self._route.upstream == self._peer else self._route.upstream,
             step=frame.step,
-            via="group" if self._memory_channel is None else "memory",
+            via="memory" if channel.copies else "group",
             dropped=target.dropped,
             fresh=target.fresh,
             kept=target.kept,
         )
+
+    def _receive_into(self, target: Target, frame: Frame, channel: AnyChannel) -> object:
+        """Receive all messages, check that they can be used, and return the state."""
+        self._sink = sink = target.sink
+        self._enter(ReceiverState.RECEIVING)
+        try:
+            payload = self._receive_payload(frame, sink, channel, verify=self._options.verify)
+            self._enter(ReceiverState.CHECKING)
+        finally:
+            sink.increment_versions()
+        payload.raise_if_unusable(self._peer)
+        self._enter(ReceiverState.ASSEMBLING)
+        # If this fails, it is not known which tensors are complete.
+        sink.unmark_whole()
+        state = target.assemble()
+        self._enter(ReceiverState.DONE)
+        return state
 
     def _describe_local(self) -> Description | Exception | None:
         """Describe the local state, if there is one.
@@ -202,9 +199,8 @@ class _Receive(Transfer[ReceiveOptions]):
             self._progress = Progress(peer, contacted=False)
             with self._link.frames(peer, "receive", self._left_s()) as frames:
                 cancellation = Cancellation()
-                lane = Lane(self._progress, cancellation, self._frame_steps(frames, cancellation))
-                self._run_lanes([lane])
-            data = lane.result()
+                steps = self._frame_steps(frames, cancellation)
+                data = self._run_lane(Lane(self._progress, cancellation, steps))
             refusal = decode_refusal(data)
             if refusal is None:
                 return data
@@ -234,9 +230,9 @@ class _Receive(Transfer[ReceiveOptions]):
 
     def _check_route(self, frame: Frame) -> Route:
         """Return the route of the payload; raises BadManifest if a rank is repeated or not in the group."""
-        route, members = frame.route or Route(self._peer), self._options.members
+        route, size = frame.route or Route(self._peer), self._link.size
         others = [rank for rank in (route.upstream, route.next, *route.before) if rank is not None]
-        outside = members is not None and any(rank not in members for rank in others)
+        outside = size is not None and max(others) >= size
         repeated = len(set(others)) < len(others) or self._peer in others[1:]
         if outside or repeated or self._link.rank in others:
             raise BadManifest(
@@ -254,47 +250,40 @@ class _Receive(Transfer[ReceiveOptions]):
         if isinstance(local, Exception):
             raise local
         context = RebuildContext(options.mesh, load_leaf if options.allow_pickle else None)
+        cache = self._workspace.cache
         if local is None:
-            return target_in_new_memory(encoded, plan, context, self._workspace.cache)
+            return target_in_new_memory(encoded, plan, context, cache)
         extra = options.extra or ("error" if options.strict else "drop")
-        return target_in_place(
-            encoded, plan, local, context, self._workspace.cache, strict=options.strict, extra=extra
-        )
+        return target_in_place(encoded, plan, local, context, cache, strict=options.strict, extra=extra)
 
-    def _take_offer(self, frame: Frame) -> bool:
-        """Connect to a sender that offers memory, and return whether that succeeded."""
-        if not (self._options.same_host and self._link.shares_memory and self._link.rank is not None):
-            return False
-        try:
-            self._memory_channel = take_offer(
-                frame.offer,
-                frame.nonce,
-                sender=self._peer,
-                receiver=self._link.rank,
-                timeout_s=self._left_s(),
-            )
-        except (OSError, AttributeError) as error:
-            logger.debug("receive: the offer of memory is declined: %s", error)
-        return self._memory_channel is not None
+    def _answer_offer(self, frame: Frame) -> MemoryChannel | None:
+        """Answer a sender that offers memory, and return the channel through it if both ends have one."""
+        self._enter(ReceiverState.ANSWERING)
+        channel, rank = None, self._link.rank
+        if self._options.same_host and self._link.shares_memory and rank is not None:
+            try:
+                channel = take_offer(
+                    frame.offer, frame.nonce, sender=self._peer, receiver=rank, timeout_s=self._left_s()
+                )
+                self._cleanup.callback(channel.close)
+            except (OSError, AttributeError) as error:
+                logger.debug("receive: the offer of memory is declined: %s", error)
+        self._answer(frame, Answer.DECLINED if channel is None else Answer.TAKEN, channel)
+        return channel if channel is not None and channel.is_open else None
 
-    def _answer(self, frame: Frame, answer: Answer) -> None:
+    def _answer(self, frame: Frame, answer: Answer, channel: MemoryChannel | None = None) -> None:
         """Send the answer. If the offer was taken, receive the memory, unless the sender has none."""
-        channel, cancellation = self._memory_channel, Cancellation()
-        if channel is not None:
-            cancellation.end_waits = channel.stop
-        self._run_lanes([lane := Lane(self._progress, cancellation, self._answer_steps(frame, answer))])
-        lane.result()
-        if channel is not None and not channel.is_open:
-            channel.close()
-            self._memory_channel = None
 
-    def _answer_steps(self, frame: Frame, answer: Answer) -> Steps[None]:
-        data = to_buffer(encode_answer(frame.nonce, answer), self._link.device)
-        yield self._link.answers(self._peer, frame.transfer).send(data)
-        if self._memory_channel is not None:
-            yield self._memory_channel.receive_ring()
+        def steps() -> Steps[None]:
+            data = to_buffer(encode_answer(frame.nonce, answer), self._link.device)
+            yield self._link.answers(self._peer, frame.transfer).send(data)
+            if channel is not None:
+                yield channel.receive_ring()
 
-    def _reject(self, frame: Frame, plan: Plan, rejection: Exception) -> None:
+        cancellation = Cancellation() if channel is None else Cancellation(end_waits=channel.stop)
+        self._run_lane(Lane(self._progress, cancellation, steps()))
+
+    def _reject(self, frame: Frame, sink: Sink, channel: AnyChannel, rejection: Exception) -> None:
         """Let the sender finish: tell it, or receive all messages and drop them."""
         self._enter(ReceiverState.ANSWERING if frame.offer else ReceiverState.DRAINING)
         progress = self._progress
@@ -302,7 +291,7 @@ class _Receive(Transfer[ReceiveOptions]):
             if frame.offer:
                 self._answer(frame, Answer.REJECTED)
             else:
-                self._receive_payload(frame, Sink(frame.manifest, plan), verify=False)
+                self._receive_payload(frame, sink, channel, verify=False)
             self._enter(ReceiverState.REJECTED)
         except FerryError as error:
             doing = "sender was being told" if frame.offer else "messages of the state were being dropped"
@@ -311,10 +300,10 @@ class _Receive(Transfer[ReceiveOptions]):
             # The error must name the sender, whose state is rejected, and not the rank that forwards it.
             self._progress = progress
 
-    def _receive_payload(self, frame: Frame, sink: Sink, *, verify: bool) -> "_Payload":
+    def _receive_payload(self, frame: Frame, sink: Sink, channel: AnyChannel, *, verify: bool) -> "_Payload":
         """Receive all messages, and forward them if the route asks for it."""
         payload_bytes, window_bytes = sink.plan.payload_bytes, self._options.window_bytes
-        self._progress = Progress(self._route.upstream, payload_bytes)
+        self._progress = progress = Progress(self._route.upstream, payload_bytes)
         relay: Relay | None = None
         if self._route.next is not None:
             # Half of the window is for messages that arrive, half for messages that are forwarded.
@@ -326,27 +315,17 @@ class _Receive(Transfer[ReceiveOptions]):
                 window_bytes,
                 self._workspace.staging,
             )
-        cancellation = Cancellation()
+        cancellation = Cancellation(end_waits=channel.stop)
         sink.before_write = cancellation.raise_if_cancelled
-        channel: Channel | MemoryChannel
-        in_place_window_bytes = self._options.in_place_window_bytes
-        if self._memory_channel is None:
-            channel = self._link.channel(self._progress.peer, frame.transfer)
-        else:
-            channel = self._memory_channel
-            cancellation.end_waits = channel.stop
-            # A message is copied while the lane waits for it, so one is in flight at a time.
-            window_bytes = in_place_window_bytes = 0
-        staging = self._workspace.staging
-        payload = _Payload(self._link, channel, frame, sink, staging, self._progress, verify, relay)
-        steps = payload.steps(window_bytes, in_place_window_bytes)
-        receiving = Lane(self._progress, cancellation, steps)
+        payload = _Payload(self._link, channel, frame, sink, self._workspace.staging, progress, verify, relay)
+        steps = payload.steps(window_bytes, self._options.in_place_window_bytes)
+        receiving = Lane(progress, cancellation, steps)
         lanes = [receiving] if relay is None else [receiving, self._forwarding(relay, receiving)]
         self._run_lanes(lanes)
         receiving.result()
         # `result` has raised any error of the receiving lane, so an error here is of the forwarding lane.
         if lanes[-1].error is not None:
-            payload.not_forwarded = self._explain_not_forwarded(lanes[-1].error, lanes[-1].progress)
+            self._note_not_forwarded(lanes[-1].error, lanes[-1].progress)
         return payload
 
     def _forwarding(self, relay: Relay, receiving: Lane[None]) -> Lane[None]:
@@ -371,36 +350,32 @@ class _Receive(Transfer[ReceiveOptions]):
             return error.failed_rank
         return self._route.upstream if isinstance(error, LinkError) else self._link.rank or 0
 
-    def _explain_not_forwarded(self, error: BaseException, progress: Progress) -> str:
-        """Mark the group as broken, and log and return why the state was not forwarded.
-
-        The receive itself succeeded, so nothing is raised.
-        """
-        if isinstance(error, FerryError):
-            error = self._with_progress(error, progress, "forward tensors")
+    def _note_not_forwarded(self, error: BaseException, progress: Progress) -> None:
+        """Mark the group as broken, and log and note why. Raise nothing: the receive itself succeeded."""
+        error = self._with_progress(error, progress, "forward tensors")
         self._link.mark_broken(error)
         logger.warning("forwarding the state to rank %d failed: %s", progress.peer, error)
-        return str(error)
+        self._not_forwarded = str(error)
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return an error with its context, and with what it did to the local state."""
         self._finish_phase("failed")
         sink, phase = self._sink, self._phase
-        if isinstance(error, FerryError):
-            error = self._with_progress(error, self._progress, phase)
-            error = error.with_context(more=self._upstream_hint(error) if sink is not None else "")
+        error = self._with_progress(error, self._progress, phase)
+        if sink is not None and isinstance(error, (LinkError, PeerGaveUp)):
+            error = error.with_context(more=self._upstream_hint(error))
         if sink is None or sink.local is None:
             return error
         if isinstance(error, PeerGaveUp):
             sink.unmark_whole()
         return with_outcome(error, sink, peer=self._progress.peer, phase=phase)
 
-    def _upstream_hint(self, error: FerryError) -> str:
+    def _upstream_hint(self, error: LinkError | PeerGaveUp) -> str:
         """Name the ranks through which the failed rank gets the state: one of them may be the cause."""
         failed = error.failed_rank if isinstance(error, PeerGaveUp) else error.peer
         ranks = [self._route.upstream, *self._route.before]
         ranks += [self._peer] if self._peer not in ranks else []
-        if failed not in ranks[:-1] or not isinstance(error, (LinkError, PeerGaveUp)):
+        if failed not in ranks[:-1]:
             return ""
         before = ", ".join(f"rank {rank}" for rank in ranks[ranks.index(failed) + 1 :])
         return f". Rank {failed} gets the state through {before}: if rank {failed} is alive, check them"
@@ -411,7 +386,7 @@ class _Payload:
     """The messages and digest blocks of one transfer: each is received, checked, written and forwarded."""
 
     link: Link
-    channel: Channel | MemoryChannel
+    channel: AnyChannel
     frame: Frame
     sink: Sink
     staging: Staging
@@ -419,7 +394,6 @@ class _Payload:
     verify: bool
     relay: Relay | None
     state_changed: bool = False
-    not_forwarded: str | None = None
 
     def __post_init__(self) -> None:
         self.verify &= self.frame.digest_blocks or self.frame.digests is not None
@@ -428,7 +402,7 @@ class _Payload:
 
     def steps(self, window_bytes: int, in_place_window_bytes: int) -> Steps[None]:
         """Receive everything. Damage is recorded, not raised, so that the sender can finish."""
-        window = Window(self._arrived, window_bytes, in_place_window_bytes)
+        window = Window(self._arrived, window_bytes, in_place_window_bytes, self.channel.copies)
         for item in payload_order(self.sink.plan, digest_blocks=self.frame.digest_blocks):
             place = self.sink.direct_place(item, self.link.can_access) if isinstance(item, Chunk) else None
             yield from window.make_room(item.nbytes, in_place=place is not None)
@@ -502,14 +476,14 @@ class _Payload:
 
 def _warn_of_unmatched(peer: int, target: Target) -> None:
     """Log one WARNING about dropped and kept paths, so that an incomplete state is noticed."""
-    unmatched: list[str] = []
-    for what, paths in (
-        ("dropped, which only the sender has", target.dropped),
-        ("not changed, which only the local state has", target.kept),
-    ):
-        if paths:
-            count = "1 path" if len(paths) == 1 else f"{len(paths)} paths"
-            unmatched.append(f"{count} {what}: {', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}")
-    if unmatched:
-        found = "; ".join(unmatched)
-        logger.warning("received in place from rank %d, with unmatched paths: %s", peer, found)
+    unmatched = {
+        "dropped, which only the sender has": target.dropped,
+        "not changed, which only the local state has": target.kept,
+    }
+    found = [
+        f"{len(paths)} path{'s' * (len(paths) > 1)} {what}: {', '.join([*paths[:3], '…'][: len(paths)])}"
+        for what, paths in unmatched.items()
+        if paths
+    ]
+    if found:
+        logger.warning("received in place from rank %d, with unmatched paths: %s", peer, "; ".join(found))

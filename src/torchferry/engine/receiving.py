@@ -12,6 +12,7 @@ from torchferry.core.outcome import paths_of
 from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
 from torchferry.core.schedule import Schedule
+from torchferry.engine.deadlines import left_s
 from torchferry.engine.landing import Landing
 from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
 from torchferry.engine.sources import Sources
@@ -96,7 +97,7 @@ class Receiving:
         self._start_lanes()
         self._end_overdue()
         done = f"{self.moved_bytes:,} of {self.total_bytes:,} bytes done"
-        if not self._left_s():
+        if not left_s(self._deadline_s):
             raise LinkTimeout(f"the fetch took longer than its timeout; {done}")
         if self._sources.are_lost():
             raise self._sources.why_none(is_late=False).with_context(more=f"; {done}")
@@ -150,9 +151,6 @@ class Receiving:
             if lane.connection is not None and lane.thread is not None:
                 lane.thread.join()
 
-    def _left_s(self) -> float:
-        return max(self._deadline_s - time.monotonic(), 0.0)
-
     # A lane.
 
     def _deliver(self, lane: _Lane) -> None:
@@ -167,7 +165,7 @@ class Receiving:
                     else:
                         # Requested ahead, so that the source always has something to send.
                         lane.asked.append(chunks)
-                        source.request_chunks(lane.used_connection, chunks, self._left_s())
+                        source.request_chunks(lane.used_connection, chunks, left_s(self._deadline_s))
                 except LinkError as error:
                     self._recover(lane, grant, error)
         except FerryError as error:
@@ -188,7 +186,7 @@ class Receiving:
             if lane.connection is None:
                 lane.is_connecting = True
                 try:
-                    lane.connection = lane.source.connect_for_chunks(self._left_s())
+                    lane.connection = lane.source.connect_for_chunks(left_s(self._deadline_s))
                 finally:
                     lane.is_connecting = False
                 self._raise_if_over()
@@ -271,7 +269,7 @@ class Receiving:
         if isinstance(error, LeaseEnded) and grant is not None:
             source.renew(self._sources.wanted, grant, self._deadline_s)
         if isinstance(error, _Damaged):
-            source.report_damage(error.chunk, self._left_s())
+            source.report_damage(error.chunk, left_s(self._deadline_s))
 
     def _give_up(self, lane: _Lane) -> None:
         """Close the connection of a lane, so that late bytes are not written, and take its chunks back."""

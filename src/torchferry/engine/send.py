@@ -6,7 +6,7 @@ A large payload goes through memory to the peers on this machine, if they take t
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,14 +42,13 @@ from torchferry.errors import (
     LinkBroken,
     LinkError,
     LinkTimeout,
-    SendBroken,
-    SendFailed,
-    SendLate,
     StateChanged,
     Unsendable,
+    send_failed,
+    what_of,
 )
 from torchferry.links.base import Channel, Link, Pending, to_buffer
-from torchferry.links.memory_channel import MemoryChannel, MemoryOffer, ring_bytes
+from torchferry.links.memory_channel import AnyChannel, MemoryOffer, ring_bytes
 from torchferry.tensors.describe import describe
 
 logger = logging.getLogger(__name__)
@@ -62,13 +61,12 @@ _REFUSAL_S = 0.2
 class SendOptions(TransferOptions):
     """How to send a state.
 
-    With `relay`, receivers forward it. With `allow_pickle`, leaves that torchferry can't encode are pickled.
-    A payload of at most `hash_first_bytes` is hashed before it is sent. With `same_host`, memory is offered
-    for a payload of at least `offer_from_bytes`. Tensors of up to `copy_up_to` bytes are copied first.
+    With `relay`, receivers forward it. A payload of at most `hash_first_bytes` is hashed before it is sent.
+    With `same_host`, memory is offered for a payload of at least `offer_from_bytes`. Tensors of up to
+    `copy_up_to` bytes are copied first.
     """
 
     relay: bool = False
-    allow_pickle: bool = False
     chunk_bytes: int = CHUNK_BYTES
     pack_from: int = PACK_FROM
     hash_first_bytes: int = HASH_FIRST_BYTES
@@ -108,18 +106,17 @@ class _Send(Transfer[SendOptions]):
         # The routes of the payload, if receivers forward it.
         self._routes = chain(self._transfer_id.origin, peers) if options.relay and len(peers) > 1 else {}
         self._machines = {peer: Machine(SenderState.DESCRIBING) for peer in peers}
-        # What was offered to each receiver, and the channels of those that took it.
         self._offers: dict[int, MemoryOffer] = {}
-        self._memory_channels: dict[int, MemoryChannel] = {}
+        self._by_memory: set[int] = set()  # the receivers that took the offer
+        self._cleanup = ExitStack()  # closes what was offered and taken
 
     def run(self, state: object) -> Report:
         try:
-            return self._run(state)
+            with self._cleanup:
+                return self._run(state)
         except FerryError as error:
             self._finish_phase("failed")
             raise error.with_context(phase=self._phase) from error.__cause__
-        finally:
-            self._close_memory()
 
     def _run(self, state: object) -> Report:
         self._enter_phase("describe")
@@ -166,9 +163,9 @@ class _Send(Transfer[SendOptions]):
         )
 
     def _via(self) -> str:
-        sent = [peer for peer in self._peers if self._machines[peer].state is SenderState.SENT]
-        by_memory = [peer for peer in sent if peer in self._memory_channels]
-        return " and ".join(["memory"] * bool(by_memory) + ["group"] * (len(by_memory) < len(sent)))
+        sent = {peer for peer in self._peers if self._machines[peer].state is SenderState.SENT}
+        ways = {"memory": sent & self._by_memory, "group": sent - self._by_memory}
+        return " and ".join(way for way, peers in ways.items() if peers)
 
     def _plan(self, encoded: EncodedManifest) -> Plan:
         chunk_bytes, pack_from = self._options.chunk_bytes, self._options.pack_from
@@ -204,21 +201,11 @@ class _Send(Transfer[SendOptions]):
         token = os.urandom(TOKEN_BYTES)
         try:
             for peer in self._peers:
-                self._offers[peer] = MemoryOffer(token, peer)
+                self._offers[peer] = self._cleanup.enter_context(closing(MemoryOffer(token, peer)))
         except (OSError, AttributeError) as error:
             logger.debug("send: no memory is offered: %s", error)
-            self._close_memory()
             return b""
         return token
-
-    def _close_memory(self) -> None:
-        """Close all sockets of this send. Channels are stopped first, so that all threads end at once."""
-        for offer in self._offers.values():
-            offer.close()
-        for channel in self._memory_channels.values():
-            channel.stop()
-        for channel in self._memory_channels.values():
-            channel.close()
 
     def _encode(self, encoded: EncodedManifest) -> dict[int, bytes]:
         """Encode the frame of each peer. Without routes they are all the same."""
@@ -241,10 +228,7 @@ class _Send(Transfer[SendOptions]):
         gloo wait times out, gloo closes all connections; if a process exits while a thread waits without a
         timeout, the process aborts. The link keeps the messages until the peer has received a later frame.
         """
-        reason = type(error).__name__
-        with suppress(Exception):  # the error's own `__str__` may fail
-            reason = error.what if isinstance(error, FerryError) else f"{reason}: {error}"
-        refusal = to_buffer(encode_refusal(reason, self._options.step), self._link.device)
+        refusal = to_buffer(encode_refusal(what_of(error), self._options.step), self._link.device)
         for peer in self._peers:
             self._machines[peer].advance(SenderState.REFUSED)
             # A peer that is gone needs no refusal, and no failure here may hide `error`.
@@ -276,58 +260,47 @@ class _Send(Transfer[SendOptions]):
         buffer = to_buffer(data, self._link.device)
         with self._link.frames(peer, "send", self._left_s()) as frames:
             window.add(InFlight(buffer), *_post_frame(frames, buffer))
-        channel: Channel | MemoryChannel = self._link.channel(peer, self._transfer_id)
+        channel: AnyChannel | None = self._link.channel(peer, self._transfer_id)
         if self._frame.offer:
             yield from window.complete_all()
-            answer = yield from self._receive_answer(peer)
-            if answer is Answer.REJECTED:
-                machine.advance(SenderState.REJECTED)
-                return
-            if answer is Answer.TAKEN:
-                channel = (yield from self._open_memory(peer, cancellation)) or channel
-            machine.advance(SenderState.SENDING)
-        if isinstance(channel, MemoryChannel):
-            # A message is copied while this lane waits for it, so one is in flight at a time.
-            window.max_staged_bytes = window.max_bytes = 0
+            channel = yield from self._open_channel(peer, cancellation)
+            machine.advance(SenderState.REJECTED if channel is None else SenderState.SENDING)
+        if channel is None:
+            return
         if has_payload:
+            window.one_at_a_time = channel.copies
             yield from self._send_payload(progress, cancellation, window, channel)
         yield from window.complete_all()
-        if isinstance(channel, MemoryChannel):
-            yield channel.flush()
+        yield from channel.flush()
         machine.advance(SenderState.SENT)
 
-    def _receive_answer(self, peer: int) -> Steps[Answer]:
+    def _open_channel(self, peer: int, cancellation: Cancellation) -> Steps[AnyChannel | None]:
+        """Wait for the answer to the offer, and open a channel; None if the receiver rejects the state."""
         buffer = to_buffer(bytes(ANSWER_BYTES), self._link.device)
         yield self._link.answers(peer, self._transfer_id).recv(buffer)
-        return decode_answer(first_bytes(buffer, ANSWER_BYTES), self._frame.nonce)
-
-    def _open_memory(self, peer: int, cancellation: Cancellation) -> Steps[MemoryChannel | None]:
-        """Open the channel of a receiver that has connected; None if there is no memory for it."""
-        channel = self._offers[peer].accept(self._frame.nonce)
-        self._memory_channels[peer] = channel
-        cancellation.end_waits = channel.stop
-        cancellation.raise_if_cancelled()
-        yield channel.send_ring(ring_bytes(self._source.plan.payload_bytes, len(self._peers)))
-        if not channel.is_open:
-            self._memory_channels.pop(peer).close()
+        answer = decode_answer(first_bytes(buffer, ANSWER_BYTES), self._frame.nonce)
+        if answer is Answer.REJECTED:
             return None
-        return channel
+        if answer is Answer.TAKEN:
+            memory = self._offers[peer].accept(self._frame.nonce)
+            self._cleanup.callback(memory.close)
+            cancellation.end_waits = memory.stop
+            cancellation.raise_if_cancelled()
+            yield memory.send_ring(ring_bytes(self._source.plan.payload_bytes, len(self._peers)))
+            if memory.is_open:
+                self._by_memory.add(peer)
+                return memory
+        return self._link.channel(peer, self._transfer_id)
 
     def _send_payload(
-        self,
-        progress: Progress,
-        cancellation: Cancellation,
-        window: Window,
-        channel: Channel | MemoryChannel,
+        self, progress: Progress, cancellation: Cancellation, window: Window, channel: AnyChannel
     ) -> Steps[None]:
         items = payload_order(self._source.plan, digest_blocks=self._frame.digest_blocks)
         posted = 0
         try:
             for item in items:
-                message = yield from self._read(item, window)
+                message = yield from self._read(item, window, is_hashed=channel.copies)
                 cancellation.raise_if_cancelled()
-                if channel.copies and isinstance(item, Chunk) and self._must_hash(item):
-                    message = message._replace(hasher=xxh3_64())
                 window.add(message, channel.send(message.buffer, message.hasher))
                 posted += 1
                 # Hash a staged copy now: it can't change any more, and is still in the CPU's cache.
@@ -344,8 +317,8 @@ class _Send(Transfer[SendOptions]):
                     self._machines[progress.peer].advance(SenderState.ABORTED)
             raise
 
-    def _read(self, item: Chunk | DigestBlock, window: Window) -> Steps[InFlight]:
-        """Wait until an item may be sent, and read it.
+    def _read(self, item: Chunk | DigestBlock, window: Window, *, is_hashed: bool) -> Steps[InFlight]:
+        """Wait until an item may be sent, and read it. With `is_hashed`, the channel hashes a new chunk.
 
         A digest block waits until its chunks are hashed. The last block waits for all messages: it says
         whether the state changed while any of them was being sent.
@@ -354,7 +327,8 @@ class _Send(Transfer[SendOptions]):
         if isinstance(item, Chunk):
             in_place = not source.must_stage(item)
             yield from window.make_room(item.nbytes, in_place=in_place)
-            return InFlight(source.read(item), item, in_place)
+            is_new = self._frame.digest_blocks and source.digests[item.number] == NOT_HASHED
+            return InFlight(source.read(item), item, in_place, xxh3_64() if is_hashed and is_new else None)
         while window and (item.is_last or NOT_HASHED in source.digests[item.first : item.end]):
             yield from window.complete_oldest()
         changed = item.is_last and source.find_changes()
@@ -372,26 +346,24 @@ class _Send(Transfer[SendOptions]):
             progress.add(sent.item.nbytes)
             self._source.release(sent.item, sent.buffer)
 
-    def _must_hash(self, chunk: Chunk) -> bool:
-        return self._frame.digest_blocks and self._source.digests[chunk.number] == NOT_HASHED
-
     def _hash(self, message: InFlight) -> None:
-        if isinstance(message.item, Chunk) and self._must_hash(message.item):
+        if isinstance(message.item, Chunk) and self._frame.digest_blocks:
             self._source.hash(message.item, message.buffer, message.hasher)
 
     def _raise_failures(self, lanes: Sequence[Lane[None]]) -> None:
-        failed: dict[int, BaseException] = {}
-        for progress, error in ((lane.progress, lane.error) for lane in lanes if lane.error is not None):
-            if isinstance(error, FerryError):
-                error = self._with_progress(error, progress, "send tensors")
-            failed[progress.peer] = error
-        failed = self._with_dependents(failed)
+        failed = self._with_dependents(
+            {
+                lane.progress.peer: self._with_progress(lane.error, lane.progress, "send tensors")
+                for lane in lanes
+                if lane.error is not None
+            }
+        )
         if not failed:
             return
         first = next(iter(failed.values()))
         self._link.mark_broken(first)
-        aborted = [peer for peer in self._peers if self._machines[peer].state is SenderState.ABORTED]
-        if not aborted and all(lane.error is not None for lane in lanes):
+        is_aborted = any(machine.state is SenderState.ABORTED for machine in self._machines.values())
+        if not is_aborted and all(lane.error is not None for lane in lanes):
             # Every lane failed, and no receiver still has to read an abort. Closing the connections raises an
             # error on the receivers and ends pending messages.
             for peer in self._peers:
@@ -401,12 +373,7 @@ class _Send(Transfer[SendOptions]):
             raise next(error for error in failed.values() if not isinstance(error, FerryError))
         if len(lanes) == 1:
             raise first
-        kind = SendFailed
-        if any(isinstance(error, TimeoutError) for error in errors.values()):
-            kind = SendLate
-        elif any(isinstance(error, ConnectionError) for error in errors.values()):
-            kind = SendBroken
-        raise kind([peer for peer in self._peers if peer not in failed], errors) from first
+        raise send_failed([peer for peer in self._peers if peer not in failed], errors) from first
 
     def _with_dependents(self, failed: dict[int, BaseException]) -> dict[int, BaseException]:
         """Add the receivers that would have got the payload through a failed one."""

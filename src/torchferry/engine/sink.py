@@ -17,6 +17,7 @@ from torchferry.core.destinations import (
     Destinations,
     Direct,
 )
+from torchferry.core.extents import check_held
 from torchferry.core.manifest import Manifest
 from torchferry.core.outcome import ChunkState, Outcome, outcome_of, paths_of
 from torchferry.core.plan import Chunk, Piece, Plan
@@ -29,7 +30,6 @@ from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.memory import (
     CPU,
     Memory,
-    check_held,
     check_room,
     copy_items,
     gather,
@@ -100,7 +100,7 @@ class Sink:
         if self.fresh is not None:
             self.fresh.fault_in(chunk.pieces[0])
         memory = self._memory(place)
-        check_held(memory.storage, memory.base + chunk.pieces[0].end)
+        check_held(memory.storage.nbytes(), memory.base + chunk.pieces[0].end)
         self._opened[chunk.number] = place
         self._mark_written(chunk)
         return memory
@@ -301,10 +301,6 @@ class Sink:
     def mark(self, first: int, end: int, state: ChunkState) -> None:
         """Set the state of the chunks from `first` to `end`."""
         self._states[first:end] = bytes([state]) * (end - first)
-
-    def missing(self) -> list[int]:
-        """List the chunks that are not whole."""
-        return [number for number, state in enumerate(self._states) if state != ChunkState.WHOLE]
 
     def unmark_whole(self) -> None:
         """Mark whole chunks as WRITTEN, so that their paths count as torn."""

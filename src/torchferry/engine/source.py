@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from torchferry.core.extents import check_held
 from torchferry.core.plan import Chunk, Plan, samples_of
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.workspace import Staging
 from torchferry.errors import StateError
 from torchferry.tensors.describe import Description
-from torchferry.tensors.memory import check_held, gather, peek, run_of
+from torchferry.tensors.memory import gather, run_of
 
 NOT_HASHED = -1
 
@@ -22,7 +23,7 @@ def digest(buffer: torch.Tensor) -> int:
 
     xxhash releases the GIL while it hashes.
     """
-    host = buffer.cpu()
+    host = buffer.cpu()  # the view does not keep it alive
     return xxh3_64_intdigest(view(host))
 
 
@@ -34,7 +35,7 @@ def first_bytes(buffer: torch.Tensor, nbytes: int) -> bytes:
 
 def view(host: torch.Tensor) -> memoryview:
     """View a flat CPU buffer of bytes. The caller must keep the buffer alive."""
-    check_held(host.untyped_storage(), int(host.storage_offset()) + host.nbytes)
+    check_held(host.untyped_storage().nbytes(), int(host.storage_offset()) + host.nbytes)
     found = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
     return memoryview(found).cast("B")
 
@@ -70,11 +71,10 @@ class ChunkSource:
 
     def read(self, chunk: Chunk) -> torch.Tensor:
         """Return the bytes of a chunk: a staging buffer, or the memory of the state itself."""
-        memories = self.description.memories
         if not self.must_stage(chunk):
-            return run_of(memories[chunk.pieces[0].storage], chunk.pieces[0])
+            return run_of(self.description.memories[chunk.pieces[0].storage], chunk.pieces[0])
         buffer = self.staging.take(chunk.nbytes, pinned=self._pinned)
-        gather([memories[piece.storage] for piece in chunk.pieces], chunk.pieces, buffer)
+        self.copy(chunk, buffer)
         return buffer
 
     def copy(self, chunk: Chunk, buffer: torch.Tensor) -> None:
@@ -86,24 +86,22 @@ class ChunkSource:
         if self.must_stage(chunk):
             self.staging.give_back(buffer)
 
-    def hash(self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None) -> None:
-        """Hash a chunk that was read, unless its digest is known. `hasher` has hashed it already."""
+    def hash(
+        self, chunk: Chunk, buffer: torch.Tensor, hasher: xxh3_64 | None = None, *, each_piece: bool = False
+    ) -> None:
+        """Hash a chunk that was read, unless its digest is known. If `hasher` is given, it has hashed it."""
         if self.digests[chunk.number] == NOT_HASHED:
-            uncounted = not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces)
             found = digest(buffer) if hasher is None else hasher.intdigest()
-            self._note(chunk, buffer, found, each_piece=uncounted)
-
-    def _note(self, chunk: Chunk, buffer: torch.Tensor, found: int, *, each_piece: bool) -> None:
-        if each_piece:
-            self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
-        # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
-        self.digests[chunk.number] = found
+            if each_piece or not self._uncounted.isdisjoint(piece.storage for piece in chunk.pieces):
+                self._piece_digests[chunk.number] = digest_pieces(chunk, buffer, found)
+            # Set last: another lane that finds the digest of a chunk relies on those of its pieces.
+            self.digests[chunk.number] = found
 
     def hash_all(self) -> None:
         """Hash every chunk, and every piece, so that `find_changes` can tell which piece changed."""
         for chunk in self.plan.chunks:
             buffer = self.read(chunk)
-            self._note(chunk, buffer, digest(buffer), each_piece=True)
+            self.hash(chunk, buffer, each_piece=True)
             self.release(chunk, buffer)
 
     def take_samples(self) -> None:
@@ -115,7 +113,7 @@ class ChunkSource:
         digests: list[int | None] = []
         for end in samples_of(chunk.pieces[0], chunk.pieces[-1]):
             try:
-                digests.append(xxh3_64_intdigest(peek(self.description.memories[end.storage], end)))
+                digests.append(digest(run_of(self.description.memories[end.storage], end)))
             except (RuntimeError, StateError):
                 digests.append(None)
         return digests

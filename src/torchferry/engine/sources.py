@@ -10,6 +10,7 @@ from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
 from torchferry.core.schedule import OVERDUE_S, PEER_S
+from torchferry.engine.deadlines import left_s
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
@@ -23,6 +24,7 @@ from torchferry.errors import (
     PeerGaveUp,
     SourcesLost,
     StateError,
+    what_of,
 )
 from torchferry.links.address import Address, is_numeric
 from torchferry.links.endings import end_at_exit
@@ -94,7 +96,7 @@ class Sources:
     def join(self, until_s: float) -> None:
         """Wait for the threads to end."""
         for thread in list(self._threads):
-            thread.join(max(until_s - time.monotonic(), 0.0))
+            thread.join(left_s(until_s))
 
     def open_all(self, timeout_s: float) -> None:
         """Ask all sources for a lease, each in a thread."""
@@ -106,10 +108,8 @@ class Sources:
         error: FerryError = LinkTimeout(f"the source did not have {wanted} within {timeout_s:g} s")
         try:
             grant = source.open(wanted, time.monotonic() + timeout_s)
-        except FerryError as failure:
-            error = failure
         except Exception as failure:
-            error = StateError(f"{type(failure).__name__}: {failure}")
+            error = failure if isinstance(failure, FerryError) else StateError(what_of(failure))
         with self.changed:
             source.grant = grant
             self.unanswered.discard(source)

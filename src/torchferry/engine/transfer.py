@@ -25,9 +25,7 @@ from torchferry.errors import (
     LinkStalled,
     LinkTimeout,
     PeerGaveUp,
-    TargetTorn,
-    TornAndBroken,
-    TornAndLate,
+    torn_after,
 )
 from torchferry.links.base import Link, Pending
 
@@ -38,7 +36,8 @@ logger = logging.getLogger(__name__)
 class TransferOptions:
     """How to transfer a state. `question`, about {peer}, is added to a timeout if the peer never answered.
 
-    With `same_host`, a large payload goes through memory if both processes are on one machine.
+    With `allow_pickle`, leaves that torchferry can't encode are pickled, and pickles are loaded. With
+    `same_host`, a large payload goes through memory if both processes are on one machine.
     """
 
     timeout_s: float
@@ -46,6 +45,7 @@ class TransferOptions:
     step: int | None = None
     stall_s: float | None = None
     verify: bool = True
+    allow_pickle: bool = False
     same_host: bool = True
     window_bytes: int = WINDOW_BYTES
     in_place_window_bytes: int = IN_PLACE_WINDOW_BYTES
@@ -53,6 +53,7 @@ class TransferOptions:
     runner: Callable[[], Runner] = Runner
 
 
+T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=TransferOptions)
 
 
@@ -99,8 +100,14 @@ class Transfer(Phases, Generic[OptionsT]):
     def _run_lanes(self, lanes: Sequence[Lane[Any]]) -> None:
         run_lanes(self._link, lanes, Limits(self._deadline_s, self._options.stall_s), self._runner)
 
-    def _with_progress(self, error: FerryError, progress: Progress, phase: str) -> FerryError:
+    def _run_lane(self, lane: Lane[T]) -> T:
+        self._run_lanes([lane])
+        return lane.result()
+
+    def _with_progress(self, error: BaseException, progress: Progress, phase: str) -> BaseException:
         """Return an error with its peer, its phase, and how far the transfer got before the link failed."""
+        if not isinstance(error, FerryError):
+            return error
         path, more = None, ""
         is_failed_link = isinstance(error, (LinkError, PeerGaveUp)) and not isinstance(error, Corrupted)
         if is_failed_link and self._content is not None:
@@ -140,16 +147,9 @@ def with_outcome(
     if outcome is None or not (outcome.whole or outcome.torn):
         unchanged = "; nothing was overwritten"
         return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
-    error_class = TargetTorn
-    if isinstance(error, TimeoutError):
-        error_class = TornAndLate
-    elif isinstance(error, ConnectionError):
-        error_class = TornAndBroken
-    torn = error_class(error, whole=outcome.whole, torn=outcome.torn, untouched=outcome.untouched)
+    torn = torn_after(error, **outcome._asdict())
     if isinstance(error, Exception) and not keep:
-        torn = torn.with_context(peer=peer, phase=phase)
-        torn.__cause__ = error
-        return torn
+        return torn.with_context(peer=peer, phase=phase)
     error.add_note(torn.what)
     return error
 
@@ -176,12 +176,14 @@ class Window:
     """A queue of messages in flight. `completed` is called with each message that completes.
 
     Messages that are sent from or received into the tensors themselves take no extra memory. So up to
-    `max_bytes` may be in flight, but only `max_staged_bytes` that are not in place.
+    `max_bytes` may be in flight, but only `max_staged_bytes` that are not in place. With `one_at_a_time`, one
+    message is in flight, for a channel that copies it while it is waited for.
     """
 
     completed: Callable[[InFlight], None]
     max_staged_bytes: int
     max_bytes: int
+    one_at_a_time: bool = False
     _entries: deque[tuple[InFlight, Sequence[Pending]]] = field(default_factory=deque)
     _staged_bytes: int = 0
     _bytes: int = 0
@@ -191,8 +193,8 @@ class Window:
 
     def has_room(self, nbytes: int, *, in_place: bool) -> bool:
         """Return whether so many more bytes may be in flight. An empty window takes any message."""
-        if not self._entries:
-            return True
+        if not self._entries or self.one_at_a_time:
+            return not self._entries
         fits = in_place or self._staged_bytes + nbytes <= self.max_staged_bytes
         return fits and self._bytes + nbytes <= self.max_bytes
 

@@ -79,6 +79,8 @@ class Link:
 
     rank: int | None = 0
     """This process's rank, if it is known."""
+    size: int | None = None
+    """How many ranks there are, if it is known."""
     device = torch.device("cpu")
     """The device of staging buffers."""
     sends_short = False
@@ -94,27 +96,15 @@ class Link:
         raise NotImplementedError
 
     def send(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start to send a message.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
+        """Start to send a message; raises LinkBroken if the connection is gone."""
         raise NotImplementedError
 
     def recv(self, buffer: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start to receive a message.
-
-        Raises:
-            LinkBroken: the connection is gone.
-        """
+        """Start to receive a message; raises LinkBroken if the connection is gone."""
         raise NotImplementedError
 
     def check_peer(self, peer: int) -> None:
-        """Return at once if a peer is alive, or if the backend can't tell.
-
-        Raises:
-            LinkBroken: it is gone.
-        """
+        """Raise LinkBroken if a peer is gone. Return at once if it is alive, or if the backend can't tell."""
         raise NotImplementedError
 
     def close(self, peer: int) -> None:
@@ -214,6 +204,13 @@ class Channel:
             return []
         messages = [*map(bytes, expected[:place]), encode_abort(self.nonce, failed_rank)]
         return [self.send(to_buffer(message, self.link.device)) for message in messages]
+
+    def flush(self) -> list[Pending]:
+        """Return what to wait for after the last message: nothing."""
+        return []
+
+    def stop(self) -> None:
+        """Do nothing: closing the link ends all waits."""
 
     def raise_if_aborted(self, head: bytes) -> None:
         """Raise PeerGaveUp if a received message is an abort, given its first ABORT_BYTES."""

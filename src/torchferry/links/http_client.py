@@ -3,7 +3,6 @@
 Bodies go into the caller's memory without a copy. Over the Unix socket, they may come from shared memory.
 """
 
-import ctypes
 import os
 import socket
 import ssl
@@ -22,11 +21,8 @@ from torchferry.links import sockets
 from torchferry.links.address import Address
 from torchferry.links.endings import close_after_fork
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
-from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
-from torchferry.links.shared_memory import close_all, map_received, populate, sealed_bytes
-
-_MAX_WAIT_S = 1e9
-"""The longest timeout that every platform's sockets accept, about 30 years."""
+from torchferry.links.ring import Ring, address_of, map_ring
+from torchferry.links.shared_memory import close_all, sealed_bytes
 
 
 class MemoryUnusable(LinkBroken):
@@ -77,7 +73,7 @@ class HttpConnection:
         self._lock = threading.Lock()
         self._sock: socket.socket
         try:
-            self._connect(min(timeout_s, _MAX_WAIT_S), connecting)
+            self._connect(min(timeout_s, sockets.MAX_WAIT_S), connecting)
             sockets.prepare(self._sock)
             if address.secure and local is None:
                 context = tls or ssl.create_default_context()
@@ -141,7 +137,7 @@ class HttpConnection:
             ("Content-Length", str(len(body))),
         ]
         try:
-            self._sock.settimeout(min(timeout_s, _MAX_WAIT_S))
+            self._sock.settimeout(min(timeout_s, sockets.MAX_WAIT_S))
             head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
             self._sock.sendall(head + body)
             self._parsers.append(parser)
@@ -210,12 +206,7 @@ class HttpConnection:
     def _open_ring(self) -> None:
         with self._using_memory() as descriptor:
             if self._ring is None:
-                # All of it is allocated when it is mapped.
-                if not SLOTS <= (held := sealed_bytes(descriptor)) <= SLOTS * MAX_SLOT_BYTES:
-                    raise OSError(f"the source's ring has {held} bytes")
-                memory = map_received(descriptor)
-                populate(memory.address, memory.nbytes, writable=False)
-                self._ring = Ring(self._sock, memory, fills=False)
+                self._ring = map_ring(self._sock, descriptor, self._wait_for_slots)
 
     def _forget_descriptors(self) -> None:
         close_all(self._descriptors)
@@ -223,45 +214,34 @@ class HttpConnection:
 
     def read_into(self, view: memoryview) -> None:
         """Fill a buffer with the next bytes of a body, or of the memory that `use_memory` chose."""
-        if self._offset is not None:
-            self._read_memory(view, self._offset)
-            self._offset += len(view)
-            return
-        if self._in_ring and self._ring is not None:
-            self._empty(self._ring, view)
-            return
-        ready = min(len(view), len(self._rest))
-        view[:ready] = self._rest[:ready]
-        self._rest = self._rest[ready:]
         try:
-            while ready < len(view):
-                received = self._sock.recv_into(view[ready:])
-                if not received:
-                    raise ConnectionError("the source closed the connection before the end of its response")
-                self.heard_s = time.monotonic()
-                ready += received
+            if self._offset is not None:
+                self._read_memory(view, self._offset)
+            elif self._in_ring and self._ring is not None:
+                self._ring.empty(address_of(view), len(view))
+            else:
+                self._read_socket(view)
         except OSError as error:
             raise self._translated(error) from error
 
     def _read_memory(self, view: memoryview, offset: int) -> None:
         # Reading the file is faster than mapping it, which takes a page fault for every few pages.
         ready = 0
-        try:
-            while ready < len(view):
-                ready += os.preadv(self._descriptors[0], [view[ready:]], offset + ready)
-        except OSError as error:
-            raise self._translated(error) from error
+        while ready < len(view):
+            ready += os.preadv(self._descriptors[0], [view[ready:]], offset + ready)
+        self._offset = offset + ready
         self.heard_s = time.monotonic()
 
-    def _empty(self, ring: Ring, view: memoryview) -> None:
-        """Fill a buffer from a ring. Each buffer begins at a new slot, as on the server."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        try:
-            for start in range(0, len(view), ring.slot_bytes):
-                nbytes = min(len(view) - start, ring.slot_bytes)
-                ring.empty(address + start, nbytes, self._wait_for_slots)
-        except OSError as error:
-            raise self._translated(error) from error
+    def _read_socket(self, view: memoryview) -> None:
+        ready = min(len(view), len(self._rest))
+        view[:ready] = self._rest[:ready]
+        self._rest = self._rest[ready:]
+        while ready < len(view):
+            received = self._sock.recv_into(view[ready:])
+            if not received:
+                raise ConnectionError("the source closed the connection before the end of its response")
+            self.heard_s = time.monotonic()
+            ready += received
 
     def _wait_for_slots(self, most: int) -> int:
         signals, self._rest = self._rest or self._sock.recv(most), b""
@@ -290,6 +270,7 @@ class HttpConnection:
         self._forget_descriptors()
         if self._ring is not None:
             self._ring.close()
+            self._ring = None  # it refers to this object
         with self._lock:
             self._sock.close()
 

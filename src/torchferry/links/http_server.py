@@ -7,7 +7,6 @@ One thread watches all guests: connections that have not sent a valid token yet.
 not send a request in time. A connection with the token gets a thread of its own.
 """
 
-import ctypes
 import hmac
 import logging
 import os
@@ -29,8 +28,8 @@ from torchferry.errors import FerryError
 from torchferry.links import sockets
 from torchferry.links.endings import close_after_fork, end_at_exit
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
-from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
-from torchferry.links.shared_memory import SharedBlock, populate
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, address_of, create_ring
+from torchferry.links.shared_memory import SharedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class _Connection:
     is_answering: bool = True
     is_over: bool = False
     ring: Ring | None = None
-    ring_memory: SharedBlock | None = None
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
     )
@@ -143,7 +141,7 @@ class _Connection:
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
         ring = None if response.buffers is None else self.ring
-        memory = response.memory if ring is None else self.ring_memory
+        memory = response.memory if ring is None else ring
         # HTTP forbids Content-Length in a response with status 204.
         headers = [*response.headers]
         headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
@@ -164,20 +162,14 @@ class _Connection:
                     if ring is None:
                         self._send(buffer)
                     else:
-                        self._fill(ring, buffer)
+                        ring.fill(address_of(buffer), len(buffer))
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
         self.parser.send(h11.EndOfMessage())
         if ring is not None:
             # Read all signals of the client. What it sends next is a request.
-            ring.flush(self._wait_for_signals)
+            ring.flush()
 
-    def _fill(self, ring: Ring, buffer: memoryview) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        for start in range(0, len(buffer), ring.slot_bytes):
-            nbytes = min(len(buffer) - start, ring.slot_bytes)
-            ring.fill(address + start, nbytes, self._wait_for_signals)
-
-    def _wait_for_signals(self, most: int) -> int:
+    def wait_for_signals(self, most: int) -> int:
         signals = self.sock.recv(most)
         if not signals:
             raise ConnectionError("the client closed the connection")
@@ -419,7 +411,7 @@ class HttpServer:
             handler.disconnected(connection.number)
             if connection.ring is not None:
                 connection.ring.close()
-                connection.ring = connection.ring_memory = None
+                connection.ring = None
                 self._free_rings.release()
             with self._lock:
                 self._admitted.pop(connection.number, None)
@@ -430,9 +422,8 @@ class HttpServer:
         """Give a local connection a ring, if there is memory for one."""
         if self._free_rings.acquire(blocking=False):
             try:
-                connection.ring_memory = memory = SharedBlock(SLOTS * MAX_SLOT_BYTES)
-                populate(memory.address, memory.nbytes, writable=True)
-                connection.ring = Ring(connection.sock, memory, fills=True)
+                wait = connection.wait_for_signals
+                connection.ring = create_ring(connection.sock, SLOTS * MAX_SLOT_BYTES, wait)
             except OSError as error:
                 self._free_rings.release()
                 logger.debug("no ring for %s: %s", connection.peer, error)

@@ -15,17 +15,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
+from torchferry.core.extents import check_held
 from torchferry.core.push import NONCE_BYTES
-from torchferry.errors import LinkBroken, LinkError, LinkTimeout, StateError
-from torchferry.links.base import Hasher, Pending, abort_of
+from torchferry.errors import LinkBroken, LinkError, LinkTimeout
+from torchferry.links.base import Channel, Hasher, Pending, abort_of
 from torchferry.links.endings import close_after_fork
-from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring
-from torchferry.links.shared_memory import SharedBlock, close_all, map_received, populate
-from torchferry.links.sockets import close_descriptor, connect_locally, listen_locally, shut_down, user_of
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
+from torchferry.links.shared_memory import close_all
+from torchferry.links.sockets import (
+    MAX_WAIT_S,
+    close_descriptor,
+    connect_locally,
+    listen_locally,
+    shut_down,
+    user_of,
+)
 
 _PAGE_BYTES = 4096
 _ALL_RINGS_BYTES = 32 << 20
@@ -37,8 +45,6 @@ _ABORT = b"\x02"  # where a signal for a slot could be
 
 _STOP_S = 0.25
 """How long to wait for a thread that copies a slot."""
-_MAX_WAIT_S = 3600.0
-"""A socket's timeout has an upper limit; longer waits are repeated."""
 
 
 def ring_bytes(payload_bytes: int, receivers: int) -> int:
@@ -99,7 +105,7 @@ def take_offer(
     """Connect to a sender of the same user on this machine; raises OSError, which says why that failed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(min(timeout_s, _MAX_WAIT_S))
+        sock.settimeout(min(timeout_s, MAX_WAIT_S))
         connect_locally(sock, _name(token, receiver))
         sock.sendall(nonce)
     except BaseException:
@@ -125,6 +131,7 @@ class MemoryChannel:
         self._ring: Ring | None = None
         self._failed_rank: int | None = None
         self._waiting = threading.Lock()
+        self._deadline_s = 0.0  # of the wait that holds the lock
         close_after_fork(self)
 
     @property
@@ -136,116 +143,28 @@ class MemoryChannel:
         """Create the ring, and wait until the receiver has it."""
         return _Step(self, partial(self._send_ring, nbytes))
 
-    def _send_ring(self, nbytes: int, deadline_s: float) -> None:
-        try:
-            memory = SharedBlock(nbytes)
-        except OSError:
-            self._send(_NO_RING)
-            return
-        populate(memory.address, nbytes, writable=True)
-        socket.send_fds(self._sock, [_RING], [memory.descriptor], socket.MSG_NOSIGNAL)
-        if self._read(1, deadline_s) == _RING:
-            self._ring = Ring(self._sock, memory, fills=True)
-
     def receive_ring(self) -> Pending:
         """Wait for the ring, and map it."""
         return _Step(self, self._receive_ring)
 
-    def _receive_ring(self, deadline_s: float) -> None:
-        self._set_timeout(deadline_s)
-        data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if data != _RING or not descriptors:
-            close_all(descriptors)
-            if data == _NO_RING:
-                return
-            raise self._gone("the peer sent no ring")
-        try:
-            memory = map_received(descriptors[0])
-            if memory.nbytes >= SLOTS:
-                self._ring = Ring(self._sock, memory, fills=False)
-        except OSError:
-            pass
-        finally:
-            close_all(descriptors)
-        self._send(_RING if self.is_open else _NO_RING)
-        if self.is_open:
-            populate(memory.address, memory.nbytes, writable=False)
-
     def send(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to send the next message."""
-        return _Step(self, partial(self._fill, buffer, hasher))
+        return _Step(self, lambda: self._opened_ring.fill(partial(_find, buffer), buffer.nbytes, hasher))
 
     def recv(self, buffer: torch.Tensor, hasher: Hasher | None = None) -> Pending:
         """Start to receive the next message."""
-        return _Step(self, partial(self._empty, buffer, hasher))
+        return _Step(self, lambda: self._opened_ring.empty(partial(_find, buffer), buffer.nbytes, hasher))
 
-    def flush(self) -> Pending:
-        """Wait until the receiver has copied every message that was sent."""
-        return _Step(self, self._flush)
+    def flush(self) -> list[Pending]:
+        """Return what to wait for after the last message: until the receiver has copied all."""
+        return [_Step(self, lambda: self._opened_ring.flush())]
 
     def send_abort(self, failed_rank: int, expected: Sequence[int]) -> list[Pending]:
         """Tell the receiver that a rank failed. An abort goes over the socket, so it needs no slot."""
-        abort = _ABORT + failed_rank.to_bytes(8, "little")
-        return [_Step(self, lambda deadline_s: self._send(abort))]
+        return [_Step(self, partial(self._send, _ABORT + failed_rank.to_bytes(8, "little")))]
 
     def raise_if_aborted(self, head: bytes) -> None:
         """Do nothing: an abort does not take the place of a message."""
-
-    def _fill(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
-        ring, wait = self._opened_ring, partial(self._wait_for_free, deadline_s)
-        for start in range(0, buffer.nbytes, ring.slot_bytes):
-            ring.fill(*_piece(buffer, start, ring.slot_bytes), wait, hasher)
-
-    def _flush(self, deadline_s: float) -> None:
-        self._opened_ring.flush(partial(self._wait_for_free, deadline_s))
-
-    def _wait_for_free(self, deadline_s: float, most: int) -> int:
-        return len(self._read(most, deadline_s))
-
-    def _empty(self, buffer: torch.Tensor, hasher: Hasher | None, deadline_s: float) -> None:
-        ring, wait = self._opened_ring, partial(self._wait_for_filled, deadline_s)
-        for start in range(0, buffer.nbytes, ring.slot_bytes):
-            ring.empty(*_piece(buffer, start, ring.slot_bytes), wait, hasher)
-
-    def _wait_for_filled(self, deadline_s: float, most: int) -> int:
-        if self._failed_rank is not None:
-            raise abort_of(self.peer, self._failed_rank)
-        # An abort has 9 bytes.
-        filled, abort, rank = self._read(most + 9, deadline_s).partition(_ABORT)
-        self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
-        return len(filled)
-
-    @property
-    def _opened_ring(self) -> Ring:
-        if self._ring is None:
-            raise self._gone("this process has closed the ring")
-        return self._ring
-
-    def _send(self, data: bytes) -> None:
-        self._sock.send(data, socket.MSG_NOSIGNAL)
-
-    def _read(self, max_bytes: int, deadline_s: float) -> bytes:
-        while True:
-            self._set_timeout(deadline_s)
-            with suppress(TimeoutError):
-                data = self._sock.recv(max_bytes)
-                if not data:
-                    raise self._gone("the peer has closed the socket")
-                return data
-
-    def _set_timeout(self, deadline_s: float) -> None:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise self._late()
-        self._sock.settimeout(min(left_s, _MAX_WAIT_S))
-
-    def _late(self) -> LinkTimeout:
-        return LinkTimeout(f"rank {self.peer} did not copy or send the next bytes in time", peer=self.peer)
-
-    def _gone(self, why: object) -> LinkBroken:
-        return LinkBroken(
-            f"the connection to rank {self.peer} through memory is gone ({why})", peer=self.peer
-        )
 
     def stop(self) -> None:
         """End all waits. Does not wait itself."""
@@ -268,33 +187,90 @@ class MemoryChannel:
         """Close the socket in a forked child."""
         close_descriptor(self._sock)
 
+    def _send_ring(self, nbytes: int) -> None:
+        try:
+            ring = create_ring(self._sock, nbytes, lambda most: len(self._read(most)))
+        except OSError:
+            self._send(_NO_RING)
+            return
+        socket.send_fds(self._sock, [_RING], [ring.descriptor], socket.MSG_NOSIGNAL)
+        if self._read(1) == _RING:
+            self._ring = ring
+
+    def _receive_ring(self) -> None:
+        self._set_timeout()
+        data, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if data == _NO_RING:
+                return
+            if data != _RING or not descriptors:
+                raise ConnectionError("the peer sent no ring")
+            with suppress(OSError):
+                self._ring = map_ring(self._sock, descriptors[0], self._wait_for_filled)
+        finally:
+            close_all(descriptors)
+        self._send(_RING if self.is_open else _NO_RING)
+
+    def _wait_for_filled(self, most: int) -> int:
+        if self._failed_rank is not None:
+            raise abort_of(self.peer, self._failed_rank)
+        # An abort has 9 bytes.
+        filled, abort, rank = self._read(most + 9).partition(_ABORT)
+        self._failed_rank = int.from_bytes(rank[:8], "little") if abort else None
+        return len(filled)
+
+    @property
+    def _opened_ring(self) -> Ring:
+        if self._ring is None:
+            raise ConnectionError("this process has closed the ring")
+        return self._ring
+
+    def _send(self, data: bytes) -> None:
+        self._sock.send(data, socket.MSG_NOSIGNAL)
+
+    def _read(self, max_bytes: int) -> bytes:
+        self._set_timeout()
+        data = self._sock.recv(max_bytes)
+        if not data:
+            raise ConnectionError("the peer has closed the socket")
+        return data
+
+    def _set_timeout(self) -> None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(min(left_s, MAX_WAIT_S))
+
+
+AnyChannel: TypeAlias = Channel | MemoryChannel
+"""What a payload is sent over."""
+
 
 @dataclass
 class _Step:
-    """A `Pending` that does its work while it is waited for. The argument of `work` is its deadline."""
+    """A `Pending` that does its work while it is waited for."""
 
     channel: MemoryChannel
-    work: Callable[[float], None]
+    work: Callable[[], None]
 
     def wait(self, timeout_s: float) -> None:
-        channel = self.channel
-        with channel._waiting:
+        peer = self.channel.peer
+        with self.channel._waiting:
+            self.channel._deadline_s = time.monotonic() + timeout_s
             try:
-                self.work(time.monotonic() + timeout_s)
+                self.work()
             except LinkError:
                 raise
             except TimeoutError as error:
-                raise channel._late() from error
+                raise LinkTimeout(
+                    f"rank {peer} did not copy or send the next bytes in time", peer=peer
+                ) from error
             except OSError as error:
-                raise channel._gone(error) from error
+                what = f"the connection to rank {peer} through memory is gone ({error})"
+                raise LinkBroken(what, peer=peer) from error
 
 
-def _piece(buffer: torch.Tensor, start: int, max_bytes: int) -> tuple[int, int]:
-    """Return the address and the size of a piece of a flat buffer; raises StateError if it was freed."""
-    held, end = buffer.untyped_storage().nbytes(), int(buffer.storage_offset()) + buffer.nbytes
-    if end > held:
-        raise StateError(
-            f"the memory of a tensor was freed during the transfer: its storage holds {held} bytes of the "
-            f"{end} that are used"
-        )
-    return buffer.data_ptr() + start, min(buffer.nbytes - start, max_bytes)
+def _find(buffer: torch.Tensor) -> int:
+    """Return the address of a flat buffer; raises StateError if it was freed."""
+    check_held(buffer.untyped_storage().nbytes(), int(buffer.storage_offset()) + buffer.nbytes)
+    return buffer.data_ptr()

@@ -37,7 +37,12 @@ class ProcessGroupLink(Link):
     @property
     def rank(self) -> int | None:  # type: ignore[override]
         """This process's rank in the group; None if the group does not tell."""
-        return rank_in(self._group)
+        return _number(innermost(self._group), "rank")
+
+    @property
+    def size(self) -> int | None:  # type: ignore[override]
+        """The number of ranks in the group; None if the group does not tell."""
+        return _number(innermost(self._group), "size")
 
     @property
     def sends_short(self) -> bool:  # type: ignore[override]
@@ -167,16 +172,6 @@ def innermost(group: Any) -> Any:
             break
         group = inner
     return group
-
-
-def rank_in(group: Any) -> int | None:
-    """Return this process's rank in a group; None if the group does not know it."""
-    return _number(innermost(group), "rank")
-
-
-def size_of(group: Any) -> int | None:
-    """Return the number of ranks of a group; None if the group does not know it."""
-    return _number(innermost(group), "size")
 
 
 def timeout_in(group: Any, device: torch.device) -> timedelta | None:

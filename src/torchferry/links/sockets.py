@@ -5,6 +5,9 @@ import socket
 import struct
 from contextlib import suppress
 
+MAX_WAIT_S = 1e6
+"""The longest timeout of a socket, about 11 days. The system counts milliseconds in 31 bits."""
+
 _UCRED = struct.Struct("3i")  # process, user, group
 
 

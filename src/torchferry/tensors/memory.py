@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from torchferry.core.extents import Extent, count_items_below, memory_order, split_into_boxes
+from torchferry.core.extents import Extent, check_held, count_items_below, memory_order, split_into_boxes
 from torchferry.core.manifest import TensorSpec
 from torchferry.core.plan import Piece
 from torchferry.core.text import show
@@ -170,7 +170,7 @@ def check_dtype(spec: TensorSpec) -> None:
 
 def run_of(memory: Memory, piece: Extent) -> torch.Tensor:
     """View a piece without gaps as bytes; raises StateError if its memory was freed."""
-    check_held(memory.storage, memory.base + piece.end)
+    check_held(memory.storage.nbytes(), memory.base + piece.end)
     return strided(memory, torch.uint8, piece.offset, (piece.run_bytes,), (1,))
 
 
@@ -178,12 +178,6 @@ def view_of(memory: Memory, piece: Extent) -> memoryview:
     """View a piece without gaps in CPU memory as bytes. The caller has called `check_held`."""
     at_piece = (ctypes.c_char * piece.run_bytes).from_address(memory.address + piece.offset)
     return memoryview(at_piece).cast("B")
-
-
-def peek(memory: Memory, piece: Extent) -> bytes:
-    """Copy a short piece without gaps; raises StateError if its memory was freed."""
-    run = run_of(memory, piece).cpu()
-    return ctypes.string_at(run.data_ptr(), run.nbytes)
 
 
 def gather(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor) -> None:
@@ -196,15 +190,6 @@ def scatter(memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.
     _copy_pieces(memories, pieces, buffer, into_buffer=False)
 
 
-def check_held(storage: torch.UntypedStorage, end: int) -> None:
-    """Raise StateError if a storage has fewer than `end` bytes: torch would silently allocate new memory."""
-    if end > storage.nbytes():
-        raise StateError(
-            f"the memory of a tensor was freed during the transfer: its storage holds "
-            f"{storage.nbytes()} bytes of the {end} that are used"
-        )
-
-
 def _copy_pieces(
     memories: Sequence[Memory], pieces: Sequence[Extent], buffer: torch.Tensor, *, into_buffer: bool
 ) -> None:
@@ -212,7 +197,7 @@ def _copy_pieces(
         return
     start = 0
     for memory, piece in zip(memories, pieces, strict=True):
-        check_held(memory.storage, memory.base + piece.end)
+        check_held(memory.storage.nbytes(), memory.base + piece.end)
         flat = buffer[start : start + piece.nbytes]
         start += piece.nbytes
         # Views of the piece and of the buffer, in the widest words that both are aligned to.
@@ -307,7 +292,7 @@ def _boxes_of(
     copied[misaligned:].copy_(buffer)
     source = Memory(copied.untyped_storage(), misaligned, buffer.device)
     last_item = sum((n - 1) * step for n, step in zip(ours.shape, ours.stride, strict=True))
-    check_held(memory.storage, memory.base + ours.offset + (last_item + 1) * size)
+    check_held(memory.storage.nbytes(), memory.base + ours.offset + (last_item + 1) * size)
     # Dimensions of size one and expanded dimensions have no items of their own.
     others = [d for d in range(len(theirs.shape)) if d not in dims]
     target = _raw_over(memory, ours).permute((*dims, *others))

@@ -18,7 +18,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from torchferry.core.push import NONCE_BYTES, TOKEN_BYTES
 from torchferry.errors import LinkBroken, LinkTimeout, PeerGaveUp, StateError
-from torchferry.links import memory_channel
+from torchferry.links import memory_channel, ring
 from torchferry.links.memory_channel import MemoryChannel, MemoryOffer, ring_bytes, take_offer
 from torchferry.links.ring import SLOTS
 from torchferry.links.sockets import connect_locally
@@ -57,6 +57,11 @@ def both(send: Callable[[], Any], receive: Callable[[], Any]) -> None:
             end.result(FAR_S)
 
 
+def wait_for_all(sender: MemoryChannel, timeout_s: float = FAR_S) -> None:
+    for step in sender.flush():
+        step.wait(timeout_s)
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[MemoryChannel, MemoryChannel]]:
     with unopened() as found:
@@ -80,7 +85,7 @@ def test_messages_of_all_sizes_arrive_in_order(ends: tuple[MemoryChannel, Memory
     def send() -> None:
         for each in sent:
             sender.send(each).wait(FAR_S)
-        sender.flush().wait(FAR_S)
+        wait_for_all(sender)
 
     def receive() -> None:
         for each in received:
@@ -105,9 +110,9 @@ def test_a_flush_waits_for_the_receiver(ends: tuple[MemoryChannel, MemoryChannel
     sender, receiver = ends
     sender.send(message(1)).wait(FAR_S)
     with pytest.raises(LinkTimeout):
-        sender.flush().wait(SOON_S)
+        wait_for_all(sender, SOON_S)
     receiver.recv(torch.zeros(1, dtype=torch.uint8)).wait(FAR_S)
-    sender.flush().wait(FAR_S)
+    wait_for_all(sender)
 
 
 def test_a_full_ring_and_an_empty_one_end_in_a_timeout(ends: tuple[MemoryChannel, MemoryChannel]) -> None:
@@ -187,7 +192,7 @@ def refuse_memory(nbytes: int) -> None:
 def test_without_memory_both_ends_know_that_the_channel_is_not_open(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_channel, refused, refuse_memory)
+    monkeypatch.setattr(ring, refused, refuse_memory)
     with unopened() as ends:
         opened(*ends)
         assert [end.is_open for end in ends] == [False, False]
@@ -235,6 +240,15 @@ def test_a_ring_that_is_not_sealed_is_not_used() -> None:
         receiver.receive_ring().wait(FAR_S)
         os.close(descriptor)
         assert not receiver.is_open
+
+
+def test_no_descriptor_of_a_sender_without_a_ring_is_kept() -> None:
+    with unopened() as (sender, receiver):
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(sender._sock, [b"\x02"], [0])
+        receiver.receive_ring().wait(FAR_S)
+        assert not receiver.is_open
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01", b"\x07"], ids=["closed", "no descriptor", "unknown"])

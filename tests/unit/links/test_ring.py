@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import socket
@@ -16,7 +15,7 @@ from torchferry.errors import LinkBroken
 from torchferry.links.address import Address
 from torchferry.links.http_client import HttpConnection, MemoryUnusable
 from torchferry.links.http_server import HttpServer, Request, Response
-from torchferry.links.ring import SLOTS, Ring
+from torchferry.links.ring import SLOTS, Ring, address_of
 from torchferry.links.shared_memory import SharedBlock, map_received
 from torchferry.links.sockets import listen_locally
 
@@ -24,28 +23,24 @@ TOKEN = "secret-0123456789abcdef"
 SLOT_BYTES = 4096
 
 
-def address_of(data: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
 def test_a_slot_is_not_filled_again_before_it_was_copied() -> None:
     block = SharedBlock(SLOTS * SLOT_BYTES)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ring = Ring(ours, block, fills=True)
         waits: list[int] = []
 
         def wait(most: int) -> int:
             waits.append(most)
             raise TimeoutError
 
+        ring = Ring(ours, block, wait)
         data = bytearray(SLOT_BYTES)
         for number in range(SLOTS):
             data[:] = bytes([number]) * SLOT_BYTES
-            ring.fill(address_of(data), SLOT_BYTES, wait)
+            ring.fill(address_of(memoryview(data)), SLOT_BYTES)
         assert not waits
         with pytest.raises(TimeoutError):
-            ring.fill(address_of(data), SLOT_BYTES, wait)
+            ring.fill(address_of(memoryview(data)), SLOT_BYTES)
         assert waits == [SLOTS], "it may read one signal for each slot, and nothing behind them"
         assert theirs.recv(100) == b"\1" * SLOTS
         assert block.tensor.view(SLOTS, -1)[:, 0].tolist() == [*range(SLOTS)]
@@ -55,11 +50,11 @@ def test_a_flush_reads_as_many_signals_as_are_due_and_no_more() -> None:
     block = SharedBlock(SLOTS * SLOT_BYTES)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ring, data = Ring(ours, block, fills=True), bytearray(3)
+        ring, data = Ring(ours, block, lambda most: len(ours.recv(most))), bytearray(3)
         for _ in range(2):
-            ring.fill(address_of(data), 3, lambda most: 0)
+            ring.fill(address_of(memoryview(data)), 3)
         theirs.sendall(b"\1\1GET")
-        ring.flush(lambda most: len(ours.recv(most)))
+        ring.flush()
         assert ours.recv(10) == b"GET"
 
 
@@ -68,12 +63,12 @@ def test_a_ring_that_was_stopped_copies_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         descriptor = os.dup(block.descriptor)
-        ring, data = Ring(ours, map_received(descriptor), fills=False), bytearray(b"old")
+        ring, data = Ring(ours, map_received(descriptor), lambda most: 1), bytearray(b"old")
         os.close(descriptor)
         block.tensor.fill_(7)
         ring.is_stopped = True
         with pytest.raises(ConnectionError, match="closed"):
-            ring.empty(address_of(data), 3, lambda most: 1)
+            ring.empty(address_of(memoryview(data)), 3)
         assert data == b"old"
 
 

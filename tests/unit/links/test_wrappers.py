@@ -17,7 +17,7 @@ from torchft.process_group import (
 
 from tests.support.cluster import HOST, Cluster
 from torchferry import BadArgument, PGTransport
-from torchferry.links.process_group import ProcessGroupLink, innermost, rank_in, size_of
+from torchferry.links.process_group import ProcessGroupLink, innermost
 
 
 class Wrapper(dist.ProcessGroup):
@@ -53,6 +53,7 @@ def wrap(kind: str, store: str, rank: int) -> Any:
     return group
 
 
+CPU = torch.device("cpu")
 KINDS = ["plain", "plain, twice", "torchft's", "torchft's, error swallowing", "torchft's, twice"]
 
 
@@ -60,8 +61,8 @@ def transfer_in_both_directions(rank: int, kind: str, store: str) -> dict[str, A
     """Transfer from rank 1 to rank 0, and back."""
     group = wrap(kind, store, rank)
     here = PGTransport(group, 10, "cpu")
-    found: dict[str, Any] = {"rank": rank_in(group), "size": size_of(group)}
-    found["gloo"] = ProcessGroupLink(group, torch.device("cpu")).sends_short
+    link = ProcessGroupLink(group, CPU)
+    found: dict[str, Any] = {"rank": link.rank, "size": link.size, "gloo": link.sends_short}
     for wrong in (rank, 2):
         with pytest.raises(BadArgument) as raised:
             here.send_checkpoint([wrong], {})
@@ -91,7 +92,7 @@ def test_the_rank_in_the_wrapped_group_is_found(kind: str, pair: Cluster) -> Non
 def test_a_wrapper_without_a_group_has_no_rank() -> None:
     for group in (ProcessGroupGloo(), ProcessGroupBabyGloo(), Wrapper(None)):
         assert innermost(group) is group
-        assert rank_in(group) is None
+        assert ProcessGroupLink(group, CPU).rank is None
 
 
 def test_a_wrapper_of_itself_is_unwrapped_once() -> None:
@@ -107,4 +108,5 @@ def test_a_group_of_another_type_is_not_unwrapped() -> None:
         def rank(self) -> int:
             return 3
 
-    assert (rank_in(OtherGroup()), size_of(OtherGroup())) == (3, None)
+    link = ProcessGroupLink(OtherGroup(), CPU)
+    assert (link.rank, link.size) == (3, None)

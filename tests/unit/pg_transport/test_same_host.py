@@ -129,8 +129,8 @@ MISSING = {
     "no socket": {0: "torchferry.links.memory_channel.listen_locally"},
     "another machine": {1: "torchferry.engine.receive.take_offer"},
     "another user": {1: "torchferry.links.memory_channel.connect_locally"},
-    "no memory for the sender": {0: "torchferry.links.memory_channel.SharedBlock"},
-    "no memory for the receiver": {1: "torchferry.links.memory_channel.map_received"},
+    "no memory for the sender": {0: "torchferry.links.ring.SharedBlock"},
+    "no memory for the receiver": {1: "torchferry.links.ring.map_received"},
 }
 
 

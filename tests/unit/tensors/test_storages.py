@@ -18,7 +18,7 @@ from torchferry.core.extents import Extent
 from torchferry.core.plan import make_plan
 from torchferry.errors import StateError, StateMismatch
 from torchferry.tensors.describe import describe
-from torchferry.tensors.memory import CPU, Memory, gather, peek, run_of
+from torchferry.tensors.memory import CPU, Memory, gather, run_of
 
 
 def test_views_of_one_storage_cost_each_byte_once_and_stay_views() -> None:
@@ -240,16 +240,16 @@ def test_memory_that_is_freed_after_describing_raises_and_stays_freed(count: int
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cpu")], ids=["by address", "by torch"])
-def test_peek_reads_bytes_and_raises_if_their_memory_was_freed(device: torch.device) -> None:
+def test_a_run_has_its_bytes_and_raises_if_their_memory_was_freed(device: torch.device) -> None:
     tensor = torch.arange(100, dtype=torch.uint8)
     memory = Memory(tensor.untyped_storage(), 10, device)
-    assert peek(memory, Extent(0, 5, 4)) == bytes([15, 16, 17, 18])
-    assert peek(memory, Extent(0, 0, 90)) == bytes(range(10, 100))
+    assert run_of(memory, Extent(0, 5, 4)).tolist() == [15, 16, 17, 18]
+    assert run_of(memory, Extent(0, 0, 90)).tolist() == [*range(10, 100)]
     with pytest.raises(StateError, match="freed during the transfer"):
-        peek(memory, Extent(0, 0, 91))
+        run_of(memory, Extent(0, 0, 91))
     tensor.untyped_storage().resize_(0)
     with pytest.raises(StateError, match="freed during the transfer"):
-        peek(memory, Extent(0, 5, 4))
+        run_of(memory, Extent(0, 5, 4))
 
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {

@@ -170,13 +170,14 @@ class _Run:
         options = ReceiveOptions(
             _TIMEOUT_S,
             _MAX_METADATA_BYTES,
-            members=range(self.scenario.receivers + 1),
             local_state=(lambda: target) if self.scenario.in_place or self.scenario.rejects else None,
             window_bytes=_WINDOW_BYTES,
             in_place_window_bytes=_WINDOW_BYTES,
             runner=self._runner(rank),
         )
-        return lambda: receive_state(self.network.link(rank), 0, options)[0]
+        link = self.network.link(rank)
+        link.size = self.scenario.receivers + 1
+        return lambda: receive_state(link, 0, options)[0]
 
     def endings(self) -> Counter[str]:
         """Count how the processes ended."""
