@@ -244,7 +244,10 @@ class HttpConnection:
             ready += received
 
     def _wait_for_slots(self, most: int) -> int:
-        signals, self._rest = self._rest or self._sock.recv(most), b""
+        signals, self._rest = self._rest, b""
+        # A source that closes before it has read every signal resets the connection.
+        with suppress(ConnectionResetError):
+            signals = signals or self._sock.recv(most)
         if not signals:
             raise ConnectionError("the source closed the connection before the end of its response")
         self.heard_s = time.monotonic()
