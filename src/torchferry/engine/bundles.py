@@ -36,7 +36,6 @@ from torchferry.tensors.assemble import container_builders
 from torchferry.tensors.describe import Description
 from torchferry.tensors.kinds import RebuildContext, part_of, properties_of
 from torchferry.tensors.memory import CPU
-from torchferry.tensors.objects import rules_of
 
 _JOIN_S = 1.0
 """How long an interrupted call waits for its threads to stop."""
@@ -238,14 +237,16 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
             leaves[number] = structs.replace(own, parts=tuple(parts))
             tensors += [local.manifest.tensors[part] for part in own.parts]
     incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
-    rules = rules_of(loading.objects)
+    rules = loading.rules
     found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rules)
-    lacking = [
-        Mismatch(format_path(path), "the peer has no state dict for this object", "nothing", "an object")
-        for path in loading.lacking()
+    mismatches = [*found.mismatches, *loading.mismatches(strict=True, extra="fresh")]
+    mismatches += [
+        Mismatch(format_path(path), "the peer has no such path", "nothing", "an entry of a module")
+        for path, _ in found.local_only
+        if rules(path) == "fixed"
     ]
-    if found.mismatches or lacking:
-        raise StateMismatch([*found.mismatches, *lacking], hints=found.hints)
+    if mismatches:
+        raise StateMismatch(mismatches, hints=found.hints)
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 
 

@@ -1,44 +1,73 @@
 """Gives received state dicts to the objects of a local state, and undoes that if an object refuses one."""
 
 import copy
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator
 
 import torch
 
+from torchferry.core.compare import Extra
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.tree import Path, format_path
-from torchferry.errors import StateError
+from torchferry.errors import Mismatch, StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import new_block, run_of
-from torchferry.tensors.objects import objects_in_both
+from torchferry.tensors.objects import compare_entries, find_contradictions, objects_in_both, rules_of
 from torchferry.tensors.rng import RNG
+
+logger = logging.getLogger(__name__)
+
+_ON_META = "%s was loaded, but these tensors were not received, and are still on the meta device: %s"
 
 
 class Loading:
     """The state dicts that are received for the objects of a local state.
 
-    `objects` has the objects that get one, by path. `started` has the paths of those whose `load_state_dict`
-    was called; the last one may have failed.
+    `objects` has the objects that get one, by path, and `rules` says how their entries are compared.
+    `started` has the paths of those whose `load_state_dict` was called; the last one may have failed.
     """
 
     def __init__(self, local: Description, incoming: Manifest) -> None:
-        self.objects = objects_in_both(local.objects, local.manifest, incoming)
+        self.objects = objects_in_both(local.objects, incoming)
+        self._entries = compare_entries(self.objects, local.manifest, incoming)
+        self.rules = rules_of(self.objects, self._entries.shared)
         self.started: list[Path] = []
         self.extra_bytes = 0
-        self._local = local
+        self._local, self._incoming = local, incoming
         self._received: dict[Path, object] = {}
+        self._kept: dict[Path, object] = {}
         self._earlier: dict[Path, object] = {}
         self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def lacking(self) -> list[Path]:
-        """List the objects that get no state dict, and are not inside an object that gets one."""
-        return [path for path in self._local.objects if not is_below(path, self.objects)]
+    def mismatches(self, *, strict: bool, extra: Extra) -> Iterator[Mismatch]:
+        """Find what does not fit although all leaves may: objects and entries that only one state has.
+
+        An object inside one that gets a state dict needs none.
+        """
+        for first, path in find_contradictions(self.objects, self._incoming):
+            what = f"the object here is that at {format_path(first)}, where the peer has another state"
+            yield Mismatch(format_path(path), what, "two state dicts", f"one {self._class_of(path)}")
+        for path in self._entries.incoming_only if extra != "drop" else ():
+            yield Mismatch(format_path(path), "no such path here", "an empty container", "nothing")
+        for path in self._entries.local_only if strict else ():
+            yield Mismatch(format_path(path), "the peer has no such path", "nothing", "an empty container")
+        for path in self._local.objects if strict else ():
+            if not is_below(path, self.objects):
+                what = "the peer has no state dict for this object"
+                yield Mismatch(format_path(path), what, "nothing", f"a {self._class_of(path)}")
+
+    def keep(self, paths: Collection[Path]) -> None:
+        """Leave entries that are not received on the meta device, if they are there."""
+        for path in paths:
+            read = self.objects.get(path[:-1]) if path else None
+            if read is not None and read.earlier is not None:
+                self._kept[path] = read.earlier[path[-1]]
 
     def place(self, path: Path, built: object) -> object:
         """Keep what was built at the path of an object, and return the object in its place."""
         if path not in self._local.objects:
-            return built
+            return self._kept.get(path, built)
         self._received[path] = built
         return self._local.objects[path].value
 
@@ -54,6 +83,9 @@ class Loading:
                 except Exception as error:
                     what = f"load_state_dict of {self._show(path)} raised {type(error).__name__}: {error}"
                     raise StateError(what, path=format_path(path)) from error
+                if names := read.names_on_meta():
+                    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if names[10:] else "")
+                    logger.warning(_ON_META, self._show(path), shown)
 
     def is_loaded(self, path: Path) -> bool:
         """Return whether a path is in no object, or only in objects that were loaded before one failed."""
@@ -101,7 +133,10 @@ class Loading:
         return failures
 
     def _show(self, path: Path) -> str:
-        return f"{format_path(path)} ({type(self.objects[path].value).__qualname__})"
+        return f"{format_path(path)} ({self._class_of(path)})"
+
+    def _class_of(self, path: Path) -> str:
+        return type(self._local.objects[path].value).__qualname__
 
 
 def is_below(path: Path, others: Collection[Path]) -> bool:

@@ -55,7 +55,6 @@ from torchferry.tensors.memory import (
     view_of,
     write_items,
 )
-from torchferry.tensors.objects import rules_of
 
 _ONE_PLACE = Destinations((Direct(0, 0),))
 """Stands for the places of all pieces, if each has one."""
@@ -435,14 +434,11 @@ def target_in_place(
     if extra != "drop":
         prepared = prepare(incoming, context, cache)
     loading = Loading(local, manifest) if local.objects else None
-    rules = None if loading is None else rules_of(loading.objects)
+    rules = None if loading is None else loading.rules
     comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra, rules=rules)
     mismatches = list(comparison.mismatches)
-    if strict and loading is not None:
-        what = "the peer has no state dict for this object"
-        for path in loading.lacking():
-            cls = type(local.objects[path].value).__qualname__
-            mismatches.append(Mismatch(format_path(path), what, "nothing", f"a {cls}"))
+    if loading is not None:
+        mismatches += loading.mismatches(strict=strict, extra=extra)
     received = {leaf for _, leaf in comparison.fresh}
     fresh_leaves = received - tied_to_local(manifest, comparison).keys()
     if extra == "drop":
@@ -481,6 +477,9 @@ def target_in_place(
         place = None if loading is None else loading.place
         return assemble_in_place(prepared, local, comparison, tree, sink.scratch, place)
 
+    kept = unwritten_paths(local.manifest, comparison.local_only, sink.written)
+    if loading is not None:
+        loading.keep(kept)
     # Entries of objects that may vary are not listed.
     fresh = {path for path, _ in comparison.fresh}
     plain = [path for path, _ in comparison.incoming_only if rules is None or rules(path) != "varies"]
@@ -490,7 +489,7 @@ def target_in_place(
         loading,
         dropped=tuple(format_path(path) for path in plain if path not in fresh),
         fresh=tuple(format_path(path) for path in plain if path in fresh),
-        kept=tuple(map(format_path, unwritten_paths(local.manifest, comparison.local_only, sink.written))),
+        kept=tuple(map(format_path, kept)),
     )
 
 

@@ -6,7 +6,7 @@ nothing recurses over what a peer sent. In place, only the inner tensors are wri
 may quantize again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Annotated, Any, TypeAlias
 
@@ -114,6 +114,17 @@ def _is_alias(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Return whether two tensors have the same layout over the same memory."""
     layouts = [(t.dtype, t.shape, t.stride(), t.device, t.is_conj(), t.is_neg()) for t in (one, two)]
     return layouts[0] == layouts[1] and one.data_ptr() == two.data_ptr()
+
+
+def inner_tensors(outer: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a registered subclass is made of; raises Unsendable if it has others."""
+    return _flatten(outer)[0]
+
+
+def with_inner(outer: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor like a registered subclass, with what `replace` returns for each plain tensor in it."""
+    tensors, nodes, flags = _flatten(outer)
+    return build_nodes(nodes, [*map(replace, tensors)], flags)
 
 
 def copy_inner(target: torch.Tensor, source: torch.Tensor) -> bool:
