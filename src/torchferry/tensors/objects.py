@@ -175,7 +175,7 @@ def _is_on_meta(tensor: Any) -> bool:
 
 
 def _materialized(tensor: Any, device: torch.device = CPU) -> Any:
-    """Return an empty tensor like one on the meta device, or that one itself if there is no way to make it."""
+    """Return an empty tensor like one on the meta device, or that one itself if that can't be done."""
     if (local := _local(tensor)) is not tensor:
         mesh = tensor.device_mesh
         empty = _materialized(local, torch.device(mesh.device_type))
