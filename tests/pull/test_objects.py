@@ -145,6 +145,18 @@ def test_hooks_of_a_module_run() -> None:
     assert_same(target.state_dict(), source.state_dict())
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_module_of_inference_tensors_is_received_where_it_is(atomic: bool) -> None:
+    source = Net(1)
+    with torch.inference_mode():
+        target = Net(2)
+    weight, address = target.embed.weight, target.embed.weight.data_ptr()
+    ship(source, target, atomic=atomic)
+    assert (target.embed.weight is weight, weight.data_ptr()) == (True, address)
+    assert_same(target.state_dict(), source.state_dict())
+    assert not torch.is_inference_mode_enabled()
+
+
 class Fused(nn.Module):
     """Holds one tensor, of which its state dict has two copies."""
 

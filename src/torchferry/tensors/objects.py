@@ -9,7 +9,7 @@ does for fused and quantized modules, their values reach the object this way too
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -59,8 +59,15 @@ class ReadObject:
             self.value.load_state_dict(state, assign=True)
         elif isinstance(self.value, Optimizer):
             _load_exactly(self.value, state)
-        elif isinstance(self.value, Module) and _has_subclasses(self.value):
-            with _InnerCopies():
+        elif isinstance(self.value, Module):
+            tensors = [*self.value.parameters(), *self.value.buffers()]
+            has_subclasses = any(registry.is_registered(type(_local(tensor))) for tensor in tensors)
+            # Inference tensors can be written only in inference mode.
+            is_inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
+            with (
+                _InnerCopies() if has_subclasses else nullcontext(),
+                torch.inference_mode() if is_inference else nullcontext(),
+            ):
                 self.value.load_state_dict(state)
         else:
             self.value.load_state_dict(state)
@@ -206,11 +213,6 @@ class _InnerCopies(TorchFunctionMode):
             if is_same and copy_inner(target, source):
                 return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _has_subclasses(module: Module) -> bool:
-    tensors = chain(module.parameters(), module.buffers())
-    return any(registry.is_registered(type(_local(tensor))) for tensor in tensors)
 
 
 def _local(tensor: Any) -> Any:
