@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from torchferry.core.compare import compare
+from torchferry.core.compare import Rule, compare
 from torchferry.core.manifest import Manifest
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.report import FetchReport, merge_reports
@@ -24,7 +24,6 @@ from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,
-    Mismatch,
     StateError,
     StateMismatch,
     TargetTorn,
@@ -237,14 +236,14 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
             leaves[number] = structs.replace(own, parts=tuple(parts))
             tensors += [local.manifest.tensors[part] for part in own.parts]
     incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
-    rules = loading.rules
-    found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rules)
+
+    def rule_of(path: Path) -> Rule | None:
+        # The state is built like that of the source, so a module can't keep what only this rank has.
+        rule = loading.rules(path)
+        return "required" if rule == "fixed" else rule
+
+    found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rule_of)
     mismatches = [*found.mismatches, *loading.mismatches(strict=True, extra="fresh")]
-    mismatches += [
-        Mismatch(format_path(path), "the peer has no such path", "nothing", "an entry of a module")
-        for path, _ in found.local_only
-        if rules(path) == "fixed"
-    ]
     if mismatches:
         raise StateMismatch(mismatches, hints=found.hints)
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}

@@ -479,7 +479,7 @@ def target_in_place(
 
     kept = unwritten_paths(local.manifest, comparison.local_only, sink.written)
     if loading is not None:
-        loading.keep(kept)
+        loading.kept = set(kept)
     # Entries of objects that may vary are not listed.
     fresh = {path for path, _ in comparison.fresh}
     plain = [path for path, _ in comparison.incoming_only if rules is None or rules(path) != "varies"]

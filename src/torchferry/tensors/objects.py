@@ -9,14 +9,14 @@ does for fused and quantized modules, their values reach the object this way too
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -30,8 +30,8 @@ from torchferry.errors import BadArgument, FerryError, StateError, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.containers import is_builtin_container, take_apart
 from torchferry.tensors.kinds import is_plain_parameter
-from torchferry.tensors.kinds.dense import grad_flags, plain_tensor, with_grad_flags
-from torchferry.tensors.kinds.subclass import copy_inner, inner_tensors, with_inner
+from torchferry.tensors.kinds.dense import as_plain, grad_flags, with_grad_flags
+from torchferry.tensors.kinds.subclass import build_nodes, copy_inner, flatten
 from torchferry.tensors.memory import CPU
 from torchferry.tensors.rng import RNG
 from torchferry.torch_internals import local_tensor_of, make_dtensor
@@ -60,14 +60,10 @@ class ReadObject:
         elif isinstance(self.value, Optimizer):
             _load_exactly(self.value, state)
         elif isinstance(self.value, Module):
-            tensors = [*self.value.parameters(), *self.value.buffers()]
-            has_subclasses = any(registry.is_registered(type(_local(tensor))) for tensor in tensors)
+            tensors = chain(self.value.parameters(), self.value.buffers())
             # Inference tensors can be written only in inference mode.
             is_inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
-            with (
-                _InnerCopies() if has_subclasses else nullcontext(),
-                torch.inference_mode() if is_inference else nullcontext(),
-            ):
+            with _InnerCopies(), torch.inference_mode(is_inference or torch.is_inference_mode_enabled()):
                 self.value.load_state_dict(state)
         else:
             self.value.load_state_dict(state)
@@ -82,7 +78,6 @@ class ReadObject:
 
 ReadObjects: TypeAlias = Mapping[int, ReadObject]
 """Objects by id."""
-
 
 PlacedObjects: TypeAlias = Mapping[Path, ReadObject]
 """Objects by path, inner ones before outer ones. An object in two places of a state has two paths."""
@@ -120,10 +115,17 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
             continue
         visited[id(value)] = value
         if is_object(value):
+            what = f"state_dict() of a {type(value).__qualname__}"
             try:
-                found[id(value)] = read = _read(value, made if is_target else None)
-            except FerryError as error:
-                raise error.at(format_path(path)).with_context(phase="describe") from error.__cause__
+                read = _read_target(value, made) if is_target else ReadObject(value, value.state_dict())
+                if is_object(read.state):
+                    raise Unsendable(f"{what} returned an object that has a state dict itself")
+            except Exception as error:
+                raised = f"{what} raised {type(error).__name__}: {error}"
+                unread = StateError(raised) if is_target else Unsendable(raised)
+                failure = error if isinstance(error, FerryError) else unread
+                raise failure.at(format_path(path)).with_context(phase="describe") from error
+            found[id(value)] = read
             pending.append((path, read.state))
             continue
         parts = None
@@ -131,29 +133,13 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
         with suppress(Unsendable):
             parts = take_apart(value)
         if parts is not None:
-            children = [*zip(parts.keys, parts.children, strict=True)]
-            pending += [
-                ((*path, key), child) for key, child in reversed(children) if type(child) not in _PLAIN_TYPES
-            ]
+            pairs = [*zip(parts.keys, parts.children, strict=True)]
+            pending += [((*path, key), one) for key, one in reversed(pairs) if type(one) not in _PLAIN_TYPES]
     return found
 
 
-def _read(value: Any, made: dict[int, object] | None) -> ReadObject:
-    """Read an object. In a target, `made` has the tensors made for those on the meta device, by their ids."""
-    name = type(value).__qualname__
-    try:
-        read = ReadObject(value, value.state_dict()) if made is None else _read_target(value, made)
-    except FerryError:
-        raise
-    except Exception as error:
-        what = f"state_dict() of a {name} raised {type(error).__name__}: {error}"
-        raise (Unsendable if made is None else StateError)(what) from error
-    if is_object(read.state):
-        raise Unsendable(f"state_dict() of a {name} returned an object that has a state dict itself")
-    return read
-
-
 def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
+    """Read an object. `made` has the tensors that were made for those on the meta device, by their ids."""
     if isinstance(value, Optimizer):
         if any(_is_on_meta(param) for group in value.param_groups for param in group["params"]):
             raise BadArgument(
@@ -165,20 +151,19 @@ def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
         for key, tensor in earlier.items():
             # One new tensor for each parameter, in all modules, so that tied parameters stay tied.
             if id(tensor) not in made:
-                is_meta = isinstance(tensor, torch.Tensor) and _is_on_meta(tensor)
-                made[id(tensor)] = _materialized(tensor) if is_meta else tensor
+                made[id(tensor)] = _materialized(tensor) if _is_on_meta(tensor) else tensor
             state[key] = made[id(tensor)]
         return ReadObject(value, state, earlier)
     return ReadObject(value, value.state_dict())
 
 
-def _is_on_meta(tensor: Any) -> bool:
-    local = _local(tensor)
-    if registry.is_registered(type(local)):
+def _is_on_meta(value: Any) -> bool:
+    local = _local(value)
+    if isinstance(local, torch.Tensor) and registry.is_registered(type(local)):
         # The outer tensor may claim another device than that of its inner tensors.
         with suppress(Unsendable):
-            return any(inner.is_meta for inner in inner_tensors(local))
-    return bool(local.is_meta)
+            return any(inner.is_meta for inner in flatten(local)[0])
+    return isinstance(local, torch.Tensor) and local.is_meta
 
 
 def _materialized(tensor: Any, device: torch.device = CPU) -> Any:
@@ -190,11 +175,12 @@ def _materialized(tensor: Any, device: torch.device = CPU) -> Any:
         return with_grad_flags(made, grad_flags(tensor))
     if registry.is_registered(type(tensor)):
         with suppress(Exception):
-            return with_inner(tensor, lambda inner: _materialized(inner, device))
+            tensors, nodes, flags = flatten(tensor)
+            return build_nodes(nodes, [_materialized(inner, device) for inner in tensors], flags)
         return tensor
     if type(tensor) is not torch.Tensor and not is_plain_parameter(tensor):
         return tensor
-    plain = torch.empty_like(plain_tensor(tensor), device=device, requires_grad=False)
+    plain = torch.empty_like(as_plain(tensor), device=device, requires_grad=False)
     made = plain.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
     vars(made).update(vars(tensor))
     return made
@@ -264,63 +250,30 @@ def _uncast(loaded: Any, given: Any) -> Any:
     return loaded
 
 
-def objects_in_both(objects: PlacedObjects, incoming: Manifest) -> dict[Path, ReadObject]:
-    """Return the objects for which the incoming state has a state dict, of whatever type."""
-    found = {path for path, _ in walk(incoming) if path in objects}
-    return {path: read for path, read in objects.items() if path in found}
-
-
 def find_contradictions(objects: PlacedObjects, incoming: Manifest) -> list[tuple[Path, Path]]:
     """List pairs of paths that have one object here and different state dicts in the incoming state.
 
     State dicts are equal if all their values are, and their tensors are the same memory of the source.
     """
-    places: dict[int, list[Path]] = {}
-    for path, read in objects.items():
-        places.setdefault(id(read), []).append(path)
-    contents: dict[Path, list[object]] = {p: [] for paths in places.values() if len(paths) > 1 for p in paths}
+    first: dict[int, Path] = {}
+    pairs = [(first.setdefault(id(read), path), path) for path, read in objects.items()]
+    contents: dict[Path, list[object]] = {path: [] for pair in pairs if pair[0] != pair[1] for path in pair}
     for path, child in walk(incoming) if contents else ():
+        held: Any = replace(incoming.branches[~child], children=()) if child < 0 else incoming.leaves[child]
+        if child >= 0:
+            held = replace(held, parts=()), [incoming.tensors[part] for part in held.parts]
         for depth in range(len(path) + 1):
             if path[:depth] in contents:
-                contents[path[:depth]].append((path[depth:], _content(incoming, child)))
-    pairs = [(paths[0], path) for paths in places.values() for path in paths[1:]]
-    return [(first, path) for first, path in pairs if contents[first] != contents[path]]
+                # Encoded, a NaN equals itself.
+                contents[path[:depth]].append((path[depth:], encode_value(held)))
+    return [(one, two) for one, two in pairs if one != two and contents[one] != contents[two]]
 
 
-def _content(manifest: Manifest, child: int) -> bytes:
-    """Return what a leaf holds, or what a branch has besides its children. Encoded, a NaN equals itself."""
-    if child < 0:
-        return encode_value(msgspec.structs.replace(manifest.branches[~child], children=(), keys=None))
-    leaf = manifest.leaves[child]
-    return encode_value((leaf.kind, leaf.fixed, leaf.traits, [manifest.tensors[part] for part in leaf.parts]))
-
-
-class ModuleEntries(NamedTuple):
-    """The entries of modules that both states have, and the empty containers that only one has.
-
-    All other entries have leaves, which `compare` sees.
-    """
-
-    shared: set[Path]
-    local_only: list[Path]
-    incoming_only: list[Path]
-
-
-def compare_entries(objects: PlacedObjects, local: Manifest, incoming: Manifest) -> ModuleEntries:
-    """Compare the entries of modules, which are what their state dicts have at the first level."""
+def entries_of_modules(objects: PlacedObjects, manifest: Manifest) -> list[tuple[Path, bool]]:
+    """List what the state dicts of modules have at the first level, and whether it is an empty container."""
     modules = {path for path, read in objects.items() if isinstance(read.value, Module)}
-
-    def entries(manifest: Manifest) -> list[tuple[Path, bool]]:
-        """List the entries, and whether each is an empty container."""
-        found = [(path, child) for path, child in walk(manifest) if path and path[:-1] in modules]
-        return [(path, child < 0 and not manifest.branches[~child].children) for path, child in found]
-
-    ours, theirs = dict(entries(local)), entries(incoming)
-    shared = {path for path, _ in theirs if path in ours}
-    local_only = [path for path, is_empty in ours.items() if is_empty and path not in shared]
-    return ModuleEntries(
-        shared, local_only, [path for path, is_empty in theirs if is_empty and path not in ours]
-    )
+    found = [(path, child) for path, child in walk(manifest) if path and path[:-1] in modules]
+    return [(path, child < 0 and not manifest.branches[~child].children) for path, child in found]
 
 
 def rules_of(objects: PlacedObjects, shared: Collection[Path] | None = None) -> RuleOf:

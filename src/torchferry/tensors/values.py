@@ -311,8 +311,9 @@ _DICT = ValueKind(18, dict, _Pairs, _dict_to_wire, _dict_from_wire)
 _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wire)
 _NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
                           lambda item, _: ndarray.scalar_to_wire(item), ndarray.scalar_from_wire)  # fmt: skip
-_NUMPY_DTYPE = ValueKind(42, ndarray.NumpyScalar, ndarray.DtypeValue,
-                         lambda dtype, _: ndarray.value_to_wire(dtype), ndarray.value_from_wire)  # fmt: skip
+_NUMPY_DTYPE = ValueKind(42, ndarray.NumpyScalar, ndarray.DtypeForm,
+                         lambda dtype, _: ndarray.dtype_to_wire(dtype, is_value=True),
+                         ndarray.value_from_wire)  # fmt: skip
 _SUBCLASS = ValueKind(43, object, tuple[str, Item],
                       lambda value, encode: [registry.name_of(type(value)), encode(_base_value(value))],
                       _subclass_from_wire)  # fmt: skip

@@ -231,7 +231,7 @@ ALIGNED = numpy.dtype([("a", "i1"), (("title", "b"), "f8")], align=True)
 @pytest.mark.parametrize(
     "dtype",
     ["<f4", ">i8", "S3", "<M8[ns]", [("a", "<i4"), ("b", "<f8", (2,))], object, [("a", object), ("b", "i1")],
-     ALIGNED, [("in", ALIGNED, (2,)), ("x", "i1")], ("i4", (2, 3)), (ALIGNED, 2)],
+     ALIGNED, [("in", ALIGNED, (2,)), ("x", "i1")]],
     ids=str,
 )  # fmt: skip
 def test_a_dtype_arrives(dtype: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_dtype_arrives(dtype: Any) -> None:
 
 
 def test_a_dtype_with_metadata_is_refused() -> None:
-    assert "has metadata, which would be lost" in refusal_at_a_path(numpy.dtype("i4", metadata={"unit": "m"}))
+    assert "no exact description" in refusal_at_a_path(numpy.dtype("i4", metadata={"unit": "m"}))
 
 
 def test_in_place_an_array_may_be_aligned_on_one_side_only() -> None:

@@ -50,7 +50,6 @@ class DtypeFields(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 DtypeForm: TypeAlias = str | DtypeFields
 ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
-DtypeValue: TypeAlias = tuple[DtypeForm, tuple[Count, ...]]
 
 
 class NumpyScalar:
@@ -90,79 +89,66 @@ def _is_bytes(dtype: Any) -> bool:
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
 
 
-def dtype_to_wire(dtype: Any) -> DtypeForm:
-    """Describe the dtype of an array or a scalar; raises Unsendable if its items are not bytes.
+def dtype_to_wire(dtype: Any, *, is_value: bool = False) -> DtypeForm:
+    """Describe a dtype; raises Unsendable if it can't be rebuilt exactly, or if its items are not bytes.
 
-    Records, which are structures whose fields are attributes too, become structures.
+    If it `is_value` itself, and not the dtype of an array, its items may be references. Records, which are
+    structures whose fields are attributes too, become structures.
     """
     if dtype.type is numpy_class("record"):
         dtype = _numpy().dtype((_numpy().void, dtype))
-    if not _is_bytes(dtype):
-        what = f"numpy values of dtype {dtype} can't be sent: the items are references, not bytes. "
-        raise Unsendable(what + "Convert an array to a list")
-    return _describe_exactly(dtype, as_value=False)
-
-
-def value_to_wire(dtype: Any) -> DtypeValue:
-    """Describe a dtype that is a value itself; raises Unsendable if it can't be rebuilt exactly."""
-    if dtype.metadata is not None:
-        raise Unsendable(f"the dtype {dtype} has metadata, which would be lost: send the metadata as a value")
-    return _describe_exactly(dtype.base, as_value=True), dtype.shape
-
-
-def _describe_exactly(dtype: Any, *, as_value: bool) -> DtypeForm:
+    what = f"numpy values of dtype {dtype} can't be sent: "
+    if not is_value and not _is_bytes(dtype):
+        raise Unsendable(what + "the items are references, not bytes. Convert an array to a list")
     with suppress(ValueError):
-        wire: DtypeForm = msgspec.convert(_split(dtype, as_value), DtypeForm)
-        rebuilt = _build(wire)
-        is_aligned = rebuilt.isalignedstruct == (as_value and dtype.isalignedstruct)
-        if rebuilt == dtype and rebuilt.type is dtype.type and is_aligned:
+        wire: DtypeForm = msgspec.convert(_split(dtype, is_value), DtypeForm)
+        rebuilt = value_from_wire(wire)
+        if rebuilt == dtype and rebuilt.type is dtype.type and not (is_value and dtype.metadata):
             return wire
-    # A dtype with records as fields, or one that another library has defined.
+    # A dtype with records as fields, with metadata, or of another library.
     raise Unsendable(
-        f"the numpy dtype {dtype} can't be sent: there is no exact description of it. Send .view() of a "
-        "plain dtype, such as uint8, and view it back at the receiver"
+        what + "there is no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
+        "and view it back at the receiver"
     )
 
 
-def _split(dtype: Any, as_value: bool) -> object:
-    """Return the fields of a dtype, as DtypeFields has them, or else its short name."""
+def _split(dtype: Any, is_value: bool) -> object:
+    """Return a structured dtype as DtypeFields has it, and any other as text."""
     if dtype.names is None:
         return dtype.str
     fields = []
     for name in dtype.names:
         inner, offset, *title = dtype.fields[name]
-        fields.append([name, next(iter(title), None), _split(inner.base, as_value), inner.shape, offset])
-    return [fields, dtype.itemsize, as_value and dtype.isalignedstruct]
+        fields.append([name, [*title, None][0], _split(inner.base, is_value), inner.shape, offset])
+    return [fields, dtype.itemsize, is_value and dtype.isalignedstruct]
 
 
 def dtype_from_wire(wire: DtypeForm) -> Any:
     """Rebuild the dtype of an array; raise ValueError if numpy can't, or if its items are not bytes."""
-    dtype = _build(wire)
+    dtype = value_from_wire(wire)
     if not _is_bytes(dtype):
         raise ValueError(f"items of the dtype {str(dtype)[:MAX_CHARACTERS]} are references, expected bytes")
     return dtype
 
 
-def value_from_wire(wire: DtypeValue) -> Any:
-    """Rebuild a dtype that is a value itself."""
-    base, shape = wire
-    return _numpy().dtype((_build(base), shape)) if shape else _build(base)
-
-
-def _build(wire: DtypeForm) -> Any:
+def value_from_wire(wire: DtypeForm) -> Any:
+    """Rebuild a dtype that is a value itself; raise ValueError if numpy can't."""
     if isinstance(wire, str) and not _FORMAT.fullmatch(wire):
         raise ValueError(f"{show(wire)} is not a byte order, a kind and a size, such as '<f4'")
+    make = _numpy().dtype
     try:
         if isinstance(wire, str):
-            return _numpy().dtype(wire)
+            return make(wire)
+        items = [value_from_wire(field.dtype) for field in wire.fields]
+        shapes = [field.shape for field in wire.fields]
         fields = {
             "names": [field.name for field in wire.fields],
             "titles": [field.title for field in wire.fields],
-            "formats": [value_from_wire((field.dtype, field.shape)) for field in wire.fields],
+            "formats": [make(pair) if pair[1] else pair[0] for pair in zip(items, shapes, strict=True)],
             "offsets": [field.offset for field in wire.fields],
             "itemsize": wire.itemsize,
         }
-        return _numpy().dtype(fields, align=wire.aligned)
+        return make(fields, align=wire.aligned)
     except (SyntaxError, TypeError, LookupError, RecursionError, OverflowError) as error:
         reason = str(error)[:MAX_CHARACTERS]
         raise ValueError(f"numpy can't create the dtype {show(wire)}: {reason}") from None

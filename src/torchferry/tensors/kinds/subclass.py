@@ -6,7 +6,7 @@ nothing recurses over what a peer sent. In place, only the inner tensors are wri
 may quantize again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Annotated, Any, TypeAlias
 
@@ -62,8 +62,8 @@ def describe_nodes(outer: torch.Tensor, add_tensor: AddTensor) -> tuple[list[int
     """
     what = f"the tensor subclass {registry.name_of(type(outer))} can't be sent: "
     try:
-        tensors, nodes, flags = _flatten(outer)
-        again, *rest = _flatten(build_nodes(nodes, tensors, flags))
+        tensors, nodes, flags = flatten(outer)
+        again, *rest = flatten(build_nodes(nodes, tensors, flags))
     except Unsendable as error:
         raise Unsendable(what + error.what) from None
     except Exception as error:
@@ -76,7 +76,8 @@ def describe_nodes(outer: torch.Tensor, add_tensor: AddTensor) -> tuple[list[int
     return [add_tensor(tensor) for tensor in tensors], nodes, flags
 
 
-def _flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
+def flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
+    """Return the plain tensors in a registered subclass, its nodes and all flags; or raise Unsendable."""
     from torchferry.tensors.values import to_wire  # here, because that module imports kinds
 
     tensors: dict[int, torch.Tensor] = {}
@@ -116,21 +117,10 @@ def _is_alias(one: torch.Tensor, two: torch.Tensor) -> bool:
     return layouts[0] == layouts[1] and one.data_ptr() == two.data_ptr()
 
 
-def inner_tensors(outer: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a registered subclass is made of; raises Unsendable if it has others."""
-    return _flatten(outer)[0]
-
-
-def with_inner(outer: torch.Tensor, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor like a registered subclass, with what `replace` returns for each plain tensor in it."""
-    tensors, nodes, flags = _flatten(outer)
-    return build_nodes(nodes, [*map(replace, tensors)], flags)
-
-
 def copy_inner(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Copy the inner tensors of one registered subclass to another; return False if they do not fit."""
     try:
-        (targets, nodes, _), (sources, others, _) = _flatten(target), _flatten(source)
+        (targets, nodes, _), (sources, others, _) = flatten(target), flatten(source)
     except Unsendable:
         return False
     layouts = [[(t.dtype, t.shape) for t in tensors] for tensors in (targets, sources)]
