@@ -217,3 +217,25 @@ def sync_objects_of_other_kinds(rank: int) -> tuple[list[object], bool]:
 
 def test_objects_are_loaded_whatever_their_state_dicts_were(pair: Cluster) -> None:
     assert pair.run(sync_objects_of_other_kinds) == [(["5", "{'n': tensor([1., 1.])}", "{}"], True)] * 2
+
+
+def sync_shards_on_meta(rank: int) -> tuple[list[float], bool]:
+    """Ranks 2 and 3 have their model on the meta device. Return what each rank computes with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(rank // 2)
+    with torch.device("cpu" if rank < 2 else "meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torchferry.sync({"model": model}, 1 if rank < 2 else None, timeout=TIMEOUT_S)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model(torch.ones(1, 3)).tolist()[0], all(param.grad is not None for param in model.parameters())
+
+
+def test_a_sharded_model_on_the_meta_device_takes_the_shards_of_its_twin(quad: Cluster) -> None:
+    answers = quad.run(sync_shards_on_meta)
+    assert answers == [answers[0]] * 4
+    assert answers[0][1]
