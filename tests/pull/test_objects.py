@@ -189,6 +189,20 @@ class Settings:
     n: int
 
 
+def test_a_module_is_loaded_with_the_grad_mode_of_the_caller() -> None:
+    class Copying(nn.Linear):
+        def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+            modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    modes: list[tuple[bool, bool]] = []
+    ship(nn.Linear(2, 2), Copying(2, 2))
+    with torch.no_grad():
+        ship(nn.Linear(2, 2), Copying(2, 2))
+    with torch.inference_mode():
+        ship(nn.Linear(2, 2), Copying(2, 2))
+    assert modes == [(True, False), (False, False), (False, True)]
+
+
 class WithExtraState(nn.Linear):
     def __init__(self, extra: object) -> None:
         super().__init__(2, 2)

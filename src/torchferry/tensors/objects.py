@@ -9,7 +9,7 @@ does for fused and quantized modules, their values reach the object this way too
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -63,7 +63,7 @@ class ReadObject:
             tensors = chain(self.value.parameters(), self.value.buffers())
             # Inference tensors can be written only in inference mode.
             is_inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
-            with _InnerCopies(), torch.inference_mode(is_inference or torch.is_inference_mode_enabled()):
+            with _InnerCopies(), torch.inference_mode() if is_inference else nullcontext():
                 self.value.load_state_dict(state)
         else:
             self.value.load_state_dict(state)
