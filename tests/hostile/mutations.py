@@ -20,6 +20,7 @@ from fractions import Fraction
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import msgspec
 import numpy as np
@@ -90,12 +91,17 @@ def corpus() -> list[bytes]:
         },
         {
             "paths": [pathlib.PurePosixPath("/a"), uuid.UUID(int=1)],
-            "times": [datetime(2026, 1, 2, tzinfo=UTC), date(2026, 1, 2), time(3), timedelta(4)],
+            "times": [
+                datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC")),
+                date(2026, 1, 2),
+                time(3, tzinfo=UTC),
+                timedelta(4),
+            ],
             "numbers": [Decimal("1.5"), Fraction(1, 3), torch.finfo(torch.float32), torch.iinfo(torch.int8)],
             "bytes": [
                 io.BytesIO(b"abc"),
                 array.array("i", [1, 2]),
-                np.dtype([("a", "<i4")]),
+                np.dtype([("a", "<i4"), ("b", object, 2)], align=True),
                 values.Text("a"),
             ],
             values.Point(1, 2): frozenset({values.Point(3, 4)}),

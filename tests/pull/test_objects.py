@@ -145,6 +145,18 @@ def test_hooks_of_a_module_run() -> None:
     assert_same(target.state_dict(), source.state_dict())
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_module_of_inference_tensors_is_received_where_it_is(atomic: bool) -> None:
+    source = Net(1)
+    with torch.inference_mode():
+        target = Net(2)
+    weight, address = target.embed.weight, target.embed.weight.data_ptr()
+    ship(source, target, atomic=atomic)
+    assert (target.embed.weight is weight, weight.data_ptr()) == (True, address)
+    assert_same(target.state_dict(), source.state_dict())
+    assert not torch.is_inference_mode_enabled()
+
+
 class Fused(nn.Module):
     """Holds one tensor, of which its state dict has two copies."""
 
@@ -171,6 +183,26 @@ def test_a_state_dict_of_copies_is_loaded_and_not_lost(atomic: bool) -> None:
     assert torch.equal(target[0].fused, source[0].fused)
 
 
+@torchferry.register
+@dataclass
+class Settings:
+    n: int
+
+
+def test_a_module_is_loaded_with_the_grad_mode_of_the_caller() -> None:
+    class Copying(nn.Linear):
+        def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+            modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    modes: list[tuple[bool, bool]] = []
+    ship(nn.Linear(2, 2), Copying(2, 2))
+    with torch.no_grad():
+        ship(nn.Linear(2, 2), Copying(2, 2))
+    with torch.inference_mode():
+        ship(nn.Linear(2, 2), Copying(2, 2))
+    assert modes == [(True, False), (False, False), (False, True)]
+
+
 class WithExtraState(nn.Linear):
     def __init__(self, extra: object) -> None:
         super().__init__(2, 2)
@@ -191,6 +223,32 @@ def test_extra_state_of_a_module_varies(sent: object, local: object, strict: boo
     ship({"net": source, "x": 1}, {"net": target, "x": 0}, strict=strict)
     assert_same(target.extra, sent)
     assert torch.equal(target.weight, source.weight)
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"scale": torch.ones(3)}, torch.ones(7)])
+def test_extra_state_on_one_side_only_is_a_mismatch_before_anything_is_written(extra: Any) -> None:
+    for sent, local, said in (
+        (WithExtraState(extra), nn.Linear(2, 2), "no such path here"),
+        (nn.Linear(2, 2), WithExtraState(extra), "the peer has no such path"),
+    ):
+        before = copy.deepcopy(local.weight)
+        with pytest.raises(StateMismatch, match=rf"net._extra_state.*: {said}"):
+            ship({"net": sent}, {"net": local})
+        assert torch.equal(local.weight, before)
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"scale": torch.ones(3)}, torch.ones(7)])
+def test_extra_state_on_one_side_only_is_dropped_or_kept(extra: Any) -> None:
+    dropping, keeping = nn.Linear(2, 2), WithExtraState(copy.deepcopy(extra))
+    sent = WithExtraState(extra)
+    report = ship({"net": sent}, {"net": dropping}, strict=False, extra="drop").report
+    assert_same(dropping.weight, sent.weight)
+    assert all(path.startswith("net._extra_state") for path in report.dropped)
+    with pytest.raises(StateMismatch, match=r"net._extra_state.*: no such path here"):
+        ship({"net": sent}, {"net": dropping}, strict=False, extra="fresh")
+    ship({"net": dropping}, {"net": keeping}, strict=False)
+    assert_same(keeping.weight, sent.weight)
+    assert_same(keeping.extra, extra)
 
 
 class ListMetric(nn.Module):
@@ -256,6 +314,67 @@ def test_modules_on_the_meta_device_that_share_a_parameter_still_share_it() -> N
     ship(source, target)
     assert target[0].weight is target[1].weight
     assert torch.equal(target[0].weight, source[0].weight)
+
+
+class TaggedParameter(nn.Parameter):
+    """A parameter with an attribute, as inference engines have them."""
+
+    tag: str
+
+
+class MetaNet(nn.Module):
+    """A parameter of a subclass, a parameter and a buffer that are tensor subclasses, and other buffers."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__()
+        self.tagged = TaggedParameter(torch.full((2,), float(seed), device=device))
+        self.tagged.tag = f"tag {seed}"
+        items = torch.full((6,), seed, dtype=torch.int8, device=device)
+        quantized = Quantized(items, torch.tensor(0.5 * seed, device=device))
+        self.weight = self.tied = nn.Parameter(quantized, requires_grad=False)
+        self.register_buffer("table", torch.full((2,), seed, device=device))
+        self.register_buffer("cache", torch.zeros(2, device=device), persistent=False)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_tensor_subclasses_on_the_meta_device_get_fresh_tensors(
+    atomic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: Any = MetaNet(1, "cpu")
+    local: Any = MetaNet(2, "meta")
+    ship({"net": sent}, {"net": local}, atomic=atomic)
+    assert type(local.tagged) is TaggedParameter
+    assert (local.tagged.tag, local.tagged.requires_grad) == ("tag 2", True)
+    assert torch.equal(local.tagged, sent.tagged)
+    assert isinstance(local.weight, nn.Parameter)
+    assert local.tied is local.weight
+    assert type(local.weight) is Quantized
+    assert torch.equal(local.weight.items, sent.weight.items)
+    assert torch.equal(local.weight.scale, sent.weight.scale)
+    assert torch.equal(local.table, sent.table)
+    (record,) = (each for each in caplog.records if each.levelname == "WARNING")
+    assert record.getMessage() == "net (MetaNet) was loaded, except what is on the meta device: cache"
+
+
+def test_what_the_source_lacks_stays_on_the_meta_device(caplog: pytest.LogCaptureFixture) -> None:
+    sent: Any = nn.Module()
+    sent.table, sent.tied = nn.Buffer(torch.full((2,), 3)), MetaNet(1, "cpu").weight
+    local: Any = MetaNet(2, "meta")
+    tagged = local.tagged
+    report = ship({"net": sent}, {"net": local}, strict=False).report
+    assert report.kept == ("net.tagged",)
+    assert local.tagged is tagged
+    assert local.table.tolist() == [3, 3]
+    # It is tied to what was received.
+    assert torch.equal(local.weight.items, sent.tied.items)
+    assert "meta device: tagged, cache" in caplog.text
+
+
+def test_a_module_on_the_meta_device_may_have_extra_state_of_a_registered_class() -> None:
+    with torch.device("meta"):
+        local = WithExtraState(Settings(1))
+    ship({"net": WithExtraState(Settings(2))}, {"net": local})
+    assert local.extra == Settings(2)
 
 
 def test_a_module_on_the_meta_device_is_compared_first() -> None:
@@ -510,9 +629,69 @@ def test_an_object_that_the_source_lacks_is_a_mismatch_or_kept() -> None:
         assert got.report.loaded == ()
 
 
-def test_a_value_in_the_place_of_an_object_is_a_mismatch() -> None:
-    with pytest.raises(StateMismatch, match="o: "):
-        ship({"o": 5}, {"o": Stateful({"n": 1})})
+@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), lambda: optim.SGD([nn.Parameter(torch.ones(1))])])
+def test_a_value_in_the_place_of_a_module_or_an_optimizer_is_a_mismatch(make: Callable[[], Any]) -> None:
+    for options in ({}, {"strict": False, "extra": "fresh"}):
+        with pytest.raises(StateMismatch, match="o"):
+            ship({"o": 5, "x": 1}, {"o": make(), "x": 2}, **options)
+
+
+OTHER_STATES = [None, 5, torch.ones(3), {}, [], {"n": 1}, [torch.ones(2), {}], {"t": torch.ones(2)}]
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}, {"strict": False, "extra": "fresh"},
+                                     {"strict": False, "extra": "drop"}])  # fmt: skip
+def test_an_object_is_loaded_whatever_its_state_dict_was(options: dict[str, Any]) -> None:
+    pairs = [(sent, local) for sent in OTHER_STATES for local in OTHER_STATES]
+    targets = [Stateful(copy.deepcopy(local)) for _, local in pairs]
+    got = ship(
+        {"x": torch.ones(1), "o": [Stateful(sent) for sent, _ in pairs]},
+        {"x": torch.zeros(1), "o": targets},
+        **options,
+    )
+    assert len(got.report.loaded) == len(targets)
+    for target, (sent, _) in zip(targets, pairs, strict=True):
+        assert_same(target.state, sent)
+
+
+# One object at two paths.
+
+
+def stepped(seed: int) -> optim.Optimizer:
+    model = Net(seed)
+    optimizer = optim.AdamW(model.parameters(), lr=seed / 100)
+    train(model, optimizer, 1)
+    return optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}, {"strict": False, "extra": "fresh"},
+                                     {"strict": False, "extra": "drop"}])  # fmt: skip
+@pytest.mark.parametrize("make", [stepped, Net, lambda n: Stateful({"n": n}), lambda n: Stateful([n] * n)])
+def test_one_object_for_two_state_dicts_is_a_mismatch(make: Callable[[int], Any], options: Any) -> None:
+    local = make(3)
+    before = copy.deepcopy(local.state_dict())
+    with pytest.raises(
+        StateMismatch, match=r"b\[0\]: the object here is that at a, where the peer has another"
+    ):
+        ship({"a": make(1), "b": [make(2)]}, {"a": local, "b": [local]}, **options)
+    assert_same(local.state_dict(), before)
+
+
+@pytest.mark.parametrize("make", [stepped, Net, lambda n: Stateful({"n": n, "nan": float("nan")})])
+def test_one_object_at_two_paths_is_loaded_once_if_the_source_has_one_there_too(
+    make: Callable[[int], Any],
+) -> None:
+    sent, local = make(1), make(2)
+    for sending in ({"a": sent, "b": [sent]}, {"a": sent.state_dict(), "b": [sent.state_dict()]}):
+        got = ship(sending, {"a": local, "b": [local]})
+        assert got.state["a"] is got.state["b"][0] is local
+        assert_same(local.state_dict(), sent.state_dict())
+
+
+def test_equal_values_at_two_paths_of_one_object_are_one_state_dict() -> None:
+    local = Stateful({"n": 3})
+    ship([Stateful({"n": 1}), Stateful({"n": 1})], [local, local])
+    assert (local.state, local.loads) == ({"n": 1}, 1)
 
 
 def test_entries_of_an_object_vary_and_what_fits_lands_in_place() -> None:
@@ -736,6 +915,23 @@ def test_a_failed_fetch_into_objects_without_tensors_overwrites_nothing() -> Non
 def test_what_can_not_be_sent_is_named_with_its_path() -> None:
     with pytest.raises(torchferry.Unsendable, match=r"o\.x: "):
         serve({"o": Stateful({"x": object()})}, version=1)
+
+
+@pytest.mark.parametrize("side", ["source", "receiver"])
+def test_an_object_that_can_not_be_read_is_named_with_its_path(side: str) -> None:
+    class Unreadable(Stateful):
+        def state_dict(self) -> Any:
+            raise RuntimeError("not initialized")
+
+    states = {"source": {"a": [Stateful({"n": 1})]}, "receiver": {"a": [Stateful({"n": 1})]}}
+    states[side]["a"].append(Unreadable())
+    with pytest.raises(torchferry.StateError) as caught:
+        ship(states["source"], states["receiver"])
+    assert caught.value.path == "a[1]"
+    assert isinstance(caught.value, torchferry.Unsendable) == (side == "source")
+    assert "Unreadable raised RuntimeError: not initialized" in str(caught.value)
+    assert str(caught.value).startswith("a[1]: state_dict() of a ")
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 # Tensor subclasses and generators in objects.

@@ -148,3 +148,94 @@ def test_a_module_without_a_place_for_an_entry_is_a_mismatch_before_anything_is_
 ) -> None:
     for text in pair.run(sync_other_modules):
         assert "model.1.weight: no such path here" in text
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"scale": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+class Stateful:
+    """An object that keeps what it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def sync_what_does_not_fit(rank: int, case: str) -> str:
+    states: list[Any] = [{"model": nn.Linear(3, 3)}, {"model": WithExtraState(3, 3)}]
+    if case == "extra state at the source":
+        states.reverse()
+    elif case == "one object at two paths":
+        both = Stateful({"n": 3})
+        states = [{"a": Stateful({"n": 1}), "b": Stateful({"n": 2})}, {"a": both, "b": both}]
+    state = {**states[rank], "w": torch.full((2,), float(rank))}
+    if rank == 0:
+        return torchferry.sync(state, 1, timeout=TIMEOUT_S).failed[1]
+    with pytest.raises(torchferry.StateMismatch) as raised:
+        torchferry.sync(state, None, timeout=TIMEOUT_S)
+    assert state["w"].tolist() == [1, 1]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("extra state at the source", "model._extra_state.scale: no such path here"),
+        ("extra state at the receiver", "model._extra_state.scale: the peer has no such path"),
+        ("one object at two paths", "b: the object here is that at a, where the peer has another state"),
+    ],
+)
+def test_objects_that_do_not_fit_are_a_mismatch_before_anything_is_written(
+    case: str, said: str, pair: Cluster
+) -> None:
+    for text in pair.run(sync_what_does_not_fit, case):
+        assert said in text
+
+
+def sync_objects_of_other_kinds(rank: int) -> tuple[list[object], bool]:
+    """The state of each object is a value on one rank and a container on the other; one model is on meta."""
+    states: list[list[Any]] = [[5, {"n": torch.ones(2)}, {}], [{"n": torch.zeros(2)}, None, torch.ones(3)]]
+    torch.manual_seed(rank)
+    with torch.device("meta" if rank else "cpu"):
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    objects = [Stateful(state) for state in states[rank]]
+    torchferry.sync({"model": model, "objects": objects}, None if rank else 1, timeout=TIMEOUT_S)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3).weight
+    return [str(each.state) for each in objects], torch.equal(model[0].weight, expected)
+
+
+def test_objects_are_loaded_whatever_their_state_dicts_were(pair: Cluster) -> None:
+    assert pair.run(sync_objects_of_other_kinds) == [(["5", "{'n': tensor([1., 1.])}", "{}"], True)] * 2
+
+
+def sync_shards_on_meta(rank: int) -> tuple[list[float], bool]:
+    """Ranks 2 and 3 have their model on the meta device. Return what each rank computes with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(rank // 2)
+    with torch.device("cpu" if rank < 2 else "meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torchferry.sync({"model": model}, 1 if rank < 2 else None, timeout=TIMEOUT_S)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model(torch.ones(1, 3)).tolist()[0], all(param.grad is not None for param in model.parameters())
+
+
+def test_a_sharded_model_on_the_meta_device_takes_the_shards_of_its_twin(quad: Cluster) -> None:
+    answers = quad.run(sync_shards_on_meta)
+    assert answers == [answers[0]] * 4
+    assert answers[0][1]

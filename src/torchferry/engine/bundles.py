@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from torchferry.core.compare import compare
+from torchferry.core.compare import Rule, compare
 from torchferry.core.manifest import Manifest
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.report import FetchReport, merge_reports
@@ -35,7 +35,6 @@ from torchferry.tensors.assemble import container_builders
 from torchferry.tensors.describe import Description
 from torchferry.tensors.kinds import RebuildContext, part_of, properties_of
 from torchferry.tensors.memory import CPU
-from torchferry.tensors.objects import rules_of
 
 _JOIN_S = 1.0
 """How long an interrupted call waits for its threads to stop."""
@@ -234,9 +233,15 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
             leaves[number] = structs.replace(own, parts=tuple(parts))
             tensors += [local.manifest.tensors[part] for part in own.parts]
     incoming = structs.replace(tree, leaves=tuple(leaves), tensors=tuple(tensors))
-    rules = rules_of(loading.objects)
-    found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rules)
-    if mismatches := [*found.mismatches, *loading.lacking()]:
+
+    def rule_of(path: Path) -> Rule | None:
+        # The state is built like that of the source, so a module can't keep what only this rank has.
+        rule = loading.rules(path)
+        return "required" if rule == "fixed" else rule
+
+    found = compare(incoming, local.manifest, properties_of, strict=False, extra="fresh", rules=rule_of)
+    mismatches = [*found.mismatches, *loading.mismatches(strict=True, extra="fresh")]
+    if mismatches:
         raise StateMismatch(mismatches, hints=found.hints)
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 

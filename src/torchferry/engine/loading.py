@@ -1,49 +1,70 @@
 """Gives received state dicts to the objects of a local state, and undoes that if an object refuses one."""
 
 import copy
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator
 
 import torch
 
+from torchferry.core.compare import Extra
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
-from torchferry.core.tree import Path, format_path
+from torchferry.core.tree import Path, format_path, walk
 from torchferry.errors import Mismatch, StateError
 from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import new_block, run_of
-from torchferry.tensors.objects import objects_in_both
+from torchferry.tensors.objects import entries_of_modules, find_contradictions, rules_of
 from torchferry.tensors.rng import RNG
+
+logger = logging.getLogger(__name__)
 
 
 class Loading:
     """The state dicts that are received for the objects of a local state.
 
-    `objects` has the objects that get one, by path. `started` has the paths of those whose `load_state_dict`
-    was called; the last one may have failed.
+    `objects` has the objects that get one, by path, and `rules` says how their entries are compared.
+    `started` has the paths of those whose `load_state_dict` was called; the last one may have failed.
     """
 
     def __init__(self, local: Description, incoming: Manifest) -> None:
-        self.objects = objects_in_both(local.objects, local.manifest, incoming)
+        received = {path for path, _ in walk(incoming) if path in local.objects}
+        self.objects = {path: read for path, read in local.objects.items() if path in received}
+        ours = dict(entries_of_modules(self.objects, local.manifest))
+        theirs = entries_of_modules(self.objects, incoming)
+        shared = {path for path, _ in theirs if path in ours}
+        self.rules = rules_of(self.objects, shared)
+        # Empty containers have no leaves to compare.
+        self._only_local = [path for path, is_empty in ours.items() if is_empty and path not in shared]
+        self._only_incoming = [path for path, is_empty in theirs if is_empty and path not in shared]
         self.started: list[Path] = []
         self.extra_bytes = 0
-        self._local = local
+        self._local, self._incoming = local, incoming
         self._received: dict[Path, object] = {}
+        self.kept: Collection[Path] = ()  # local paths that are not received
         self._earlier: dict[Path, object] = {}
         self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def lacking(self) -> list[Mismatch]:
-        """List the objects that get no state dict, and are not inside an object that gets one."""
-        what = "the peer has no state dict for this object"
-        return [
-            Mismatch(format_path(path), what, "nothing", f"a {type(read.value).__qualname__}")
-            for path, read in self._local.objects.items()
-            if not is_below(path, self.objects)
-        ]
+    def mismatches(self, *, strict: bool, extra: Extra) -> Iterator[Mismatch]:
+        """Find what does not fit although all leaves may: objects and entries that only one state has."""
+        for first, path in find_contradictions(self.objects, self._incoming):
+            what = f"the object here is that at {format_path(first)}, where the peer has another state"
+            yield Mismatch(format_path(path), what, "two state dicts", "one object")
+        for path in self._only_incoming if extra != "drop" else ():
+            yield Mismatch(format_path(path), "no such path here", "an empty container", "nothing")
+        for path in self._only_local if strict else ():
+            yield Mismatch(format_path(path), "the peer has no such path", "nothing", "an empty container")
+        for path in self._local.objects if strict else ():
+            if not is_below(path, self.objects):
+                what = "the peer has no state dict for this object"
+                cls = type(self._local.objects[path].value).__qualname__
+                yield Mismatch(format_path(path), what, "nothing", f"a {cls}")
 
     def place(self, path: Path, built: object) -> object:
         """Keep what was built at the path of an object, and return the object in its place."""
         if path not in self._local.objects:
-            return built
+            # What is kept of a module on the meta device stays there: the new tensor was never written.
+            read = self.objects.get(path[:-1]) if path in self.kept else None
+            return built if read is None or read.earlier is None else read.earlier[path[-1]]
         self._received[path] = built
         return self._local.objects[path].value
 
@@ -59,6 +80,10 @@ class Loading:
                 except Exception as error:
                     what = f"load_state_dict of {self._show(path)} raised {type(error).__name__}: {error}"
                     raise StateError(what, path=format_path(path)) from error
+                if names := ", ".join(read.names_on_meta()):
+                    logger.warning(
+                        "%s was loaded, except what is on the meta device: %s", self._show(path), names
+                    )
 
     def is_loaded(self, path: Path) -> bool:
         """Return whether a path is in no object, or only in objects that were loaded before one failed."""

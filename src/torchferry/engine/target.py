@@ -31,7 +31,6 @@ from torchferry.tensors.kinds import RebuildContext, properties_of
 from torchferry.tensors.memory import (
     check_room,
 )
-from torchferry.tensors.objects import rules_of
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ def target_in_place(
     if extra != "drop":
         prepared = prepare(incoming, context, cache)
     loading = Loading(local, manifest) if local.objects else None
-    rules = None if loading is None else rules_of(loading.objects)
+    rules = None if loading is None else loading.rules
     comparison = compare(manifest, local.manifest, properties_of, strict=strict, extra=extra, rules=rules)
     mismatches = list(comparison.mismatches)
-    if strict and loading is not None:
-        mismatches += loading.lacking()
+    if loading is not None:
+        mismatches += loading.mismatches(strict=strict, extra=extra)
     received = {leaf for _, leaf in comparison.fresh}
     fresh_leaves = received - tied_to_local(manifest, comparison).keys()
     if extra == "drop":
@@ -122,6 +121,9 @@ def target_in_place(
         place = None if loading is None else loading.place
         return assemble_in_place(prepared, local, comparison, tree, sink.scratch, place)
 
+    kept = unwritten_paths(local.manifest, comparison.local_only, sink.written)
+    if loading is not None:
+        loading.kept = set(kept)
     # Entries of objects that may vary are not listed.
     fresh = {path for path, _ in comparison.fresh}
     plain = [path for path, _ in comparison.incoming_only if rules is None or rules(path) != "varies"]
@@ -131,7 +133,7 @@ def target_in_place(
         loading,
         dropped=tuple(format_path(path) for path in plain if path not in fresh),
         fresh=tuple(format_path(path) for path in plain if path in fresh),
-        kept=tuple(map(format_path, unwritten_paths(local.manifest, comparison.local_only, sink.written))),
+        kept=tuple(map(format_path, kept)),
     )
 
 

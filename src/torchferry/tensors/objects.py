@@ -8,29 +8,33 @@ does for fused and quantized modules, their values reach the object this way too
 """
 
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from torchferry.core.codec import encode_value
 from torchferry.core.compare import Rule, RuleOf
 from torchferry.core.manifest import Manifest
-from torchferry.core.tree import Path, walk
-from torchferry.errors import BadArgument, Unsendable
+from torchferry.core.tree import Path, format_path, walk
+from torchferry.errors import BadArgument, FerryError, StateError, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.containers import is_builtin_container, take_apart
-from torchferry.tensors.kinds.subclass import copy_inner
+from torchferry.tensors.kinds import is_plain_parameter
+from torchferry.tensors.kinds.dense import as_plain, grad_flags, with_grad_flags
+from torchferry.tensors.kinds.subclass import build_nodes, copy_inner, flatten
 from torchferry.tensors.memory import CPU
 from torchferry.tensors.rng import RNG
-from torchferry.torch_internals import local_tensor_of
+from torchferry.torch_internals import local_tensor_of, make_dtensor
 
 _PLAIN_TYPES = frozenset(
     {torch.Tensor, Parameter, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype}
@@ -55,16 +59,25 @@ class ReadObject:
             self.value.load_state_dict(state, assign=True)
         elif isinstance(self.value, Optimizer):
             _load_exactly(self.value, state)
-        elif isinstance(self.value, Module) and _has_subclasses(self.value):
-            with _InnerCopies():
+        elif isinstance(self.value, Module):
+            tensors = chain(self.value.parameters(), self.value.buffers())
+            # Inference tensors can be written only in inference mode.
+            is_inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
+            with _InnerCopies(), torch.inference_mode() if is_inference else nullcontext():
                 self.value.load_state_dict(state)
         else:
             self.value.load_state_dict(state)
 
+    def names_on_meta(self) -> list[str]:
+        """List the parameters and buffers of a module that was on the meta device and are still there."""
+        if self.earlier is None:
+            return []
+        tensors = chain(self.value.named_parameters(), self.value.named_buffers())
+        return [name for name, tensor in tensors if _is_on_meta(tensor)]
+
 
 ReadObjects: TypeAlias = Mapping[int, ReadObject]
 """Objects by id."""
-
 
 PlacedObjects: TypeAlias = Mapping[Path, ReadObject]
 """Objects by path, inner ones before outer ones. An object in two places of a state has two paths."""
@@ -83,63 +96,94 @@ def is_object(value: object) -> bool:
 def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     """Read every object in a state, also those in the state dicts of others. Each is read once.
 
-    In a target, modules on the meta device get new tensors in their state dicts.
+    In a target, modules on the meta device get new tensors in their state dicts. Raises StateError with the
+    path of an object whose `state_dict()` raises. In a source, it is Unsendable.
     """
     found: dict[int, ReadObject] = {}
     # This keeps visited values alive. Otherwise a new one could get the id of one that was freed.
     visited: dict[int, object] = {}
     made: dict[int, object] = {}
-    pending = [state]
-    generators: list[Any] = []
+    pending: list[tuple[tuple[object, ...], Any]] = [((), state)]
+    generators: list[tuple[tuple[object, ...], Any]] = []
     while pending or generators:
-        value = pending.pop() if pending else generators.pop()
-        if type(value) in _PLAIN_TYPES or id(value) in visited:
+        path, value = pending.pop() if pending else generators.pop()
+        if id(value) in visited:
             continue
         if isinstance(value, RNG) and pending:
             # Last, because `state_dict()` of another object may draw random numbers.
-            generators.append(value)
+            generators.append((path, value))
             continue
         visited[id(value)] = value
         if is_object(value):
-            read = _read_target(value, made) if is_target else ReadObject(value, value.state_dict())
-            if is_object(read.state):
-                name = type(value).__qualname__
-                raise Unsendable(f"state_dict() of a {name} returned an object that has a state dict itself")
+            what = f"state_dict() of a {type(value).__qualname__}"
+            try:
+                read = _read_target(value, made) if is_target else ReadObject(value, value.state_dict())
+                if is_object(read.state):
+                    raise Unsendable(f"{what} returned an object that has a state dict itself")
+            except Exception as error:
+                raised = f"{what} raised {type(error).__name__}: {error}"
+                unread = StateError(raised) if is_target else Unsendable(raised)
+                failure = error if isinstance(error, FerryError) else unread
+                raise failure.at(format_path(path)).with_context(phase="describe") from error
             found[id(value)] = read
-            pending.append(read.state)
+            pending.append((path, read.state))
             continue
         parts = None
         # What can't be sent is reported when the state is described.
         with suppress(Unsendable):
             parts = take_apart(value)
-        pending += reversed([] if parts is None else parts.children)
+        if parts is not None:
+            pairs = [*zip(parts.keys, parts.children, strict=True)]
+            pending += [((*path, key), one) for key, one in reversed(pairs) if type(one) not in _PLAIN_TYPES]
     return found
 
 
 def _read_target(value: Any, made: dict[int, object]) -> ReadObject:
     """Read an object. `made` has the tensors that were made for those on the meta device, by their ids."""
     if isinstance(value, Optimizer):
-        if any(param.is_meta for group in value.param_groups for param in group["params"]):
+        if any(_is_on_meta(param) for group in value.param_groups for param in group["params"]):
             raise BadArgument(
                 f"an {type(value).__name__} has parameters on the meta device, which are replaced when their "
                 "module is received: receive the module first, then create the optimizer"
             )
-    elif isinstance(value, Module) and any(t.is_meta for t in chain(value.parameters(), value.buffers())):
+    elif isinstance(value, Module) and any(map(_is_on_meta, chain(value.parameters(), value.buffers()))):
         earlier, state = value.state_dict(keep_vars=True), value.state_dict()
         for key, tensor in earlier.items():
             # One new tensor for each parameter, in all modules, so that tied parameters stay tied.
             if id(tensor) not in made:
-                made[id(tensor)] = _materialized(tensor)
+                made[id(tensor)] = _materialized(tensor) if _is_on_meta(tensor) else tensor
             state[key] = made[id(tensor)]
         return ReadObject(value, state, earlier)
     return ReadObject(value, value.state_dict())
 
 
-def _materialized(tensor: Any) -> Any:
-    if type(tensor) not in (torch.Tensor, Parameter) or not tensor.is_meta:
+def _is_on_meta(value: Any) -> bool:
+    local = _local(value)
+    if isinstance(local, torch.Tensor) and registry.is_registered(type(local)):
+        # The outer tensor may claim another device than that of its inner tensors.
+        with suppress(Unsendable):
+            return any(inner.is_meta for inner in flatten(local)[0])
+    return isinstance(local, torch.Tensor) and local.is_meta
+
+
+def _materialized(tensor: Any, device: torch.device = CPU) -> Any:
+    """Return an empty tensor like one on the meta device, or that one itself if that can't be done."""
+    if (local := _local(tensor)) is not tensor:
+        mesh = tensor.device_mesh
+        empty = _materialized(local, torch.device(mesh.device_type))
+        made = make_dtensor(empty, mesh, tensor.placements, tensor.shape, tensor.stride())
+        return with_grad_flags(made, grad_flags(tensor))
+    if registry.is_registered(type(tensor)):
+        with suppress(Exception):
+            tensors, nodes, flags = flatten(tensor)
+            return build_nodes(nodes, [_materialized(inner, device) for inner in tensors], flags)
         return tensor
-    empty = torch.empty_like(tensor, device=CPU, requires_grad=False)
-    return Parameter(empty, tensor.requires_grad) if type(tensor) is Parameter else empty
+    if type(tensor) is not torch.Tensor and not is_plain_parameter(tensor):
+        return tensor
+    plain = torch.empty_like(as_plain(tensor), device=device, requires_grad=False)
+    made = plain.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made
 
 
 class _InnerCopies(TorchFunctionMode):
@@ -155,11 +199,6 @@ class _InnerCopies(TorchFunctionMode):
             if is_same and copy_inner(target, source):
                 return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _has_subclasses(module: Module) -> bool:
-    tensors = chain(module.parameters(), module.buffers())
-    return any(registry.is_registered(type(_local(tensor))) for tensor in tensors)
 
 
 def _local(tensor: Any) -> Any:
@@ -211,32 +250,54 @@ def _uncast(loaded: Any, given: Any) -> Any:
     return loaded
 
 
-def objects_in_both(objects: PlacedObjects, local: Manifest, incoming: Manifest) -> dict[Path, ReadObject]:
-    """Return the objects for which the incoming state has a state dict."""
-    ours, theirs = ({p: child < 0 for p, child in walk(each) if p in objects} for each in (local, incoming))
-    return {path: read for path, read in objects.items() if theirs.get(path) == ours[path]}
+def find_contradictions(objects: PlacedObjects, incoming: Manifest) -> list[tuple[Path, Path]]:
+    """List pairs of paths that have one object here and different state dicts in the incoming state.
+
+    State dicts are equal if all their values are, and their tensors are the same memory of the source.
+    """
+    first: dict[int, Path] = {}
+    pairs = [(first.setdefault(id(read), path), path) for path, read in objects.items()]
+    contents: dict[Path, list[object]] = {path: [] for pair in pairs if pair[0] != pair[1] for path in pair}
+    for path, child in walk(incoming) if contents else ():
+        held: Any = replace(incoming.branches[~child], children=()) if child < 0 else incoming.leaves[child]
+        if child >= 0:
+            held = replace(held, parts=()), [incoming.tensors[part] for part in held.parts]
+        for depth in range(len(path) + 1):
+            if path[:depth] in contents:
+                # Encoded, a NaN equals itself.
+                contents[path[:depth]].append((path[depth:], encode_value(held)))
+    return [(one, two) for one, two in pairs if one != two and contents[one] != contents[two]]
 
 
-def rules_of(objects: PlacedObjects) -> RuleOf:
+def entries_of_modules(objects: PlacedObjects, manifest: Manifest) -> list[tuple[Path, bool]]:
+    """List what the state dicts of modules have at the first level, and whether it is an empty container."""
+    modules = {path for path, read in objects.items() if isinstance(read.value, Module)}
+    found = [(path, child) for path, child in walk(manifest) if path and path[:-1] in modules]
+    return [(path, child < 0 and not manifest.branches[~child].children) for path, child in found]
+
+
+def rules_of(objects: PlacedObjects, shared: Collection[Path] | None = None) -> RuleOf:
     """Return the rules for the paths in objects.
 
-    A module has the entries that it was built with, except for extra state and the items of lists. The state
-    of all other objects varies, but an optimizer needs as many parameters as the peer's.
+    A module has the entries that it was built with. Extra state and the items of lists vary, but only in
+    entries that both states have. Those are in `shared`; None means all. The state of all other objects
+    varies, but an optimizer needs as many parameters as the peer's.
     """
 
     def rule_of(path: Path) -> Rule | None:
         for depth in range(len(path), -1, -1):
             if (read := objects.get(path[:depth])) is not None:
-                return _rule(read, path[depth:])
+                is_shared = shared is None or path[: depth + 1] in shared
+                return _rule(read, path[depth:], is_shared=is_shared)
         return None
 
     return rule_of
 
 
-def _rule(read: ReadObject, path: Path) -> Rule:
+def _rule(read: ReadObject, path: Path, *, is_shared: bool) -> Rule:
     if isinstance(read.value, Module):
         entry: Any = read.state.get(path[0]) if path and isinstance(read.state, Mapping) else None
         is_variable = len(path) > 1 or (path and str(path[0]).endswith("_extra_state")) or is_lazy(entry)
-        return "varies" if is_variable else "fixed"
+        return "varies" if is_variable and is_shared else "fixed"
     is_parameter = len(path) >= 3 and (path[0], path[2]) == ("param_groups", "params")
     return "required" if is_parameter and isinstance(read.value, Optimizer) else "varies"

@@ -7,9 +7,11 @@ import array
 import enum
 import io
 import pathlib
+import re
 import struct
 import types
 import uuid
+import zoneinfo
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -24,8 +26,8 @@ from msgspec.msgpack import Decoder
 from torchferry.core.codec import data_of, decode_value, encode_value
 from torchferry.core.hash_flooding import is_hash_flood
 from torchferry.core.manifest import Branch, Count, Item, Nested, Special, Value
-from torchferry.core.text import MAX_CHARACTERS
-from torchferry.errors import BadManifest, FerryError, Unsendable
+from torchferry.core.text import MAX_CHARACTERS, show
+from torchferry.errors import BadManifest, FerryError, UnknownType, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.kinds import ndarray
 from torchferry.tensors.kinds.buffer import make_array, make_stream
@@ -248,7 +250,30 @@ def _container_from_wire(wire: tuple[str, _Items | None, _Items, Item]) -> objec
     return container_builder(branch)(_list_from_wire(children))
 
 
-def _zone_of(moment: Any) -> list[Any]:
+_ZONE_KEY = re.compile(r"(?=.{1,64}$)[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*", re.ASCII)
+"""The only names of time zones that a peer can choose: names below the directories that Python searches, or
+below its package `tzdata`, and no name of another package or of a file elsewhere."""
+
+
+def _zone_to_wire(zone: Any, _: _Encode) -> object:
+    with suppress(Exception):
+        # Raises for a zone that was read from a file: its name says nothing about it.
+        zone.__reduce__()
+        if _ZONE_KEY.fullmatch(zone.key):
+            return zone.key
+    raise Unsendable(f"the time zone {zone!r} can't be sent: it is not that of a name, as of ZoneInfo('UTC')")
+
+
+def _zone_from_wire(key: str) -> object:
+    if not _ZONE_KEY.fullmatch(key):
+        raise ValueError(f"{show(key)} is not the name of a time zone")
+    try:
+        return zoneinfo.ZoneInfo(key)
+    except (zoneinfo.ZoneInfoNotFoundError, OSError):
+        raise UnknownType(f"this machine has no time zone {key}: pip install tzdata") from None
+
+
+def _time_of(moment: Any) -> list[Any]:
     return [moment.hour, moment.minute, moment.second, moment.microsecond, moment.tzinfo, moment.fold]
 
 
@@ -287,7 +312,8 @@ _ENUM = ValueKind(40, enum.Enum, tuple[str, Item], _enum_to_wire, _enum_from_wir
 _NUMPY_SCALAR = ValueKind(41, ndarray.NumpyScalar, ndarray.ScalarForm,
                           lambda item, _: ndarray.scalar_to_wire(item), ndarray.scalar_from_wire)  # fmt: skip
 _NUMPY_DTYPE = ValueKind(42, ndarray.NumpyScalar, ndarray.DtypeForm,
-                         lambda dtype, _: ndarray.dtype_to_wire(dtype), ndarray.dtype_from_wire)  # fmt: skip
+                         lambda dtype, _: ndarray.dtype_to_wire(dtype, is_value=True),
+                         ndarray.value_from_wire)  # fmt: skip
 _SUBCLASS = ValueKind(43, object, tuple[str, Item],
                       lambda value, encode: [registry.name_of(type(value)), encode(_base_value(value))],
                       _subclass_from_wire)  # fmt: skip
@@ -332,15 +358,16 @@ _KINDS = (
     ValueKind(38, torch.finfo, str, lambda info, _: info.dtype, lambda name: torch.finfo(DTYPES[name])),
     ValueKind(39, torch.iinfo, str, lambda info, _: info.dtype, lambda name: torch.iinfo(DTYPES[name])),
     ValueKind(49, datetime, _Items,
-              lambda t, encode: [*map(encode, (t.year, t.month, t.day, *_zone_of(t)))],
+              lambda t, encode: [*map(encode, (t.year, t.month, t.day, *_time_of(t)))],
               _moment_from_wire(datetime)),
     ValueKind(50, date, tuple[int, int, int], lambda day, _: [day.year, day.month, day.day],
               lambda wire: date(*wire)),
-    ValueKind(51, time, _Items, lambda t, encode: [*map(encode, _zone_of(t))], _moment_from_wire(time)),
+    ValueKind(51, time, _Items, lambda t, encode: [*map(encode, _time_of(t))], _moment_from_wire(time)),
     ValueKind(52, timedelta, tuple[int, int, int], lambda d, _: [d.days, d.seconds, d.microseconds],
               lambda wire: timedelta(*wire)),
     ValueKind(53, timezone, _Items, lambda zone, encode: [*map(encode, zone.__getinitargs__())],
               lambda wire: timezone(*_list_from_wire(wire))),
+    ValueKind(59, zoneinfo.ZoneInfo, str, _zone_to_wire, _zone_from_wire),
     ValueKind(54, Decimal, str, lambda number, _: str(number), Decimal),
     ValueKind(55, Fraction, _Items, lambda f, encode: [encode(f.numerator), encode(f.denominator)],
               _fraction_from_wire),

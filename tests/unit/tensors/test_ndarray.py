@@ -33,6 +33,7 @@ DTYPES = [
     "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "c8", "c16", "G",
     ">i4", ">f8", ">c16", "S1", "S7", "V5", "M8[ns]", "M8[3D]", "m8[us]", FIELDS,
     numpy.dtype([("a", "i1"), ("b", "f8")], align=True), numpy.dtype([("in", [("x", "u2"), ("y", ">u2")])]),
+    numpy.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [2, 0], "itemsize": 9}),
 ]  # fmt: skip
 
 
@@ -164,10 +165,6 @@ REFUSED = {
         numpy.array(["a"], dtype=numpy.dtypes.StringDType()),
         ["StringDType", "list"],
     ),
-    "fields that overlap": (
-        numpy.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]}),
-        ["offsets", ".view()"],
-    ),
     "a subclass": (numpy.zeros(2).view(ArraySubclass), ["test_ndarray.ArraySubclass"]),
 }
 
@@ -228,13 +225,39 @@ def test_the_data_and_the_mask_of_a_masked_array_are_written_in_place() -> None:
     assert numpy.shares_memory(received.mask, mask)
 
 
+ALIGNED = numpy.dtype([("a", "i1"), (("title", "b"), "f8")], align=True)
+
+
 @pytest.mark.parametrize(
-    "dtype", ["<f4", ">i8", "S3", "<M8[ns]", [("a", "<i4"), ("b", "<f8", (2,))]], ids=str
-)
+    "dtype",
+    ["<f4", ">i8", "S3", "<M8[ns]", [("a", "<i4"), ("b", "<f8", (2,))], object, [("a", object), ("b", "i1")],
+     ALIGNED, [("in", ALIGNED, (2,)), ("x", "i1")]],
+    ids=str,
+)  # fmt: skip
 def test_a_dtype_arrives(dtype: Any) -> None:
-    received = transfer({"dtype": numpy.dtype(dtype)}).state["dtype"]
+    def is_aligned(found: Any) -> list[bool]:
+        inner = [found[name].base for name in found.base.names or ()]
+        return [found.base.isalignedstruct, *(each.isalignedstruct for each in inner)]
+
+    sent = numpy.dtype(dtype)
+    received = transfer({"dtype": sent}).state["dtype"]
     assert isinstance(received, numpy.dtype)
-    assert received == numpy.dtype(dtype)
+    assert received == sent
+    assert received.fields == sent.fields
+    assert is_aligned(received.base) == is_aligned(sent.base)
+
+
+def test_a_dtype_with_metadata_is_refused() -> None:
+    assert "no exact description" in refusal_at_a_path(numpy.dtype("i4", metadata={"unit": "m"}))
+
+
+def test_in_place_an_array_may_be_aligned_on_one_side_only() -> None:
+    sent = filled(ALIGNED)
+    local = numpy.zeros(6, numpy.lib.format.descr_to_dtype(numpy.lib.format.dtype_to_descr(ALIGNED)))
+    assert not local.dtype.isalignedstruct
+    received = transfer({"a": sent}, into={"a": local}).state["a"]
+    assert received is local
+    assert local.tobytes() == sent.tobytes()
 
 
 @pytest.mark.parametrize("name", REFUSED)

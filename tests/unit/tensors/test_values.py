@@ -9,6 +9,7 @@ import inspect
 import io
 import pathlib
 import random
+import struct
 import sys
 import types
 import uuid
@@ -28,9 +29,11 @@ from tests.support.equality import assert_same
 from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path, refusal_of
 from torchferry import register
-from torchferry.errors import StateMismatch, Unsendable
+from torchferry.core.codec import encode_value
+from torchferry.core.manifest import Special
+from torchferry.errors import BadManifest, StateMismatch, UnknownType, Unsendable
 from torchferry.tensors.describe import describe
-from torchferry.tensors.values import MAX_NESTING
+from torchferry.tensors.values import MAX_NESTING, from_wire
 
 
 @register
@@ -224,6 +227,48 @@ def test_a_memoryview_arrives_as_bytes() -> None:
     assert_same([b"abc", b"ac"], transfer([memoryview(b"abc"), memoryview(b"abc")[::2]]).state)
 
 
+class OwnZone(ZoneInfo):
+    pass
+
+
+def zone_from_file(key: str | None) -> ZoneInfo:
+    """Return a zone of an own file, which may have another zone's name."""
+    head = struct.pack(">4sc15x6l", b"TZif", b"2", 0, 0, 0, 0, 1, 4)
+    block = struct.pack(">lbb4s", 0, 0, 0, b"Own\0")
+    return ZoneInfo.from_file(io.BytesIO(head + block + head + block + b"\nOwn0\n"), key=key)
+
+
+@pytest.mark.parametrize("key", ["UTC", "Europe/Berlin", "America/Argentina/Buenos_Aires", "Etc/GMT+5"])
+def test_a_time_zone_arrives_by_its_name(key: str) -> None:
+    moment = datetime(2026, 7, 1, 2, 30, tzinfo=ZoneInfo(key), fold=1)
+    received = transfer({"zone": ZoneInfo(key), "at": moment, moment: 1}).state
+    assert received["zone"] is received["at"].tzinfo is ZoneInfo(key)
+    assert_same(received["at"], moment)
+    assert received[moment] == 1
+
+
+ZONE_CODE = describe(ZoneInfo("UTC")).manifest.leaves[0].traits.code  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/localtime", "../UTC", "Etc/../UTC", "Etc//UTC", "Etc/", ".", "Etc/.hidden", "UTC\n", "UTC\0",
+     "tzdata.zi", "os.path/UTC", "..os/UTC", "Etc\\UTC", "C:UTC", "Zürich", "x" * 65],
+)  # fmt: skip
+def test_a_peer_names_no_file_outside_the_time_zones(key: str) -> None:
+    with pytest.raises(BadManifest):
+        from_wire(Special(ZONE_CODE, encode_value(key)))
+
+
+@pytest.mark.parametrize("key", ["No/Such_Zone", "Europe", "antigravity", "this/UTC", "__init__", "xml/dom"])
+def test_a_name_that_is_no_time_zone_imports_nothing_but_the_package_of_time_zones(key: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(UnknownType, match=f"this machine has no time zone {key}"):
+        from_wire(Special(ZONE_CODE, encode_value(key)))
+    new = {name.partition(".")[0] for name in sys.modules.keys() - before}
+    assert new <= {"tzdata", "importlib", "zipfile"}
+
+
 @register
 @dataclass(frozen=True)
 class Config:
@@ -268,10 +313,12 @@ REFUSED = {
     "a subclass of str with attributes": (Text.noted("a"), ["test_values.Text", "note"]),
     "a subclass of float": (Ratio(1), ["test_values.Ratio"]),
     "a closed BytesIO": (closed_stream(), ["closed", "leave it out"]),
-    "a datetime in a zone that is not an offset": (
-        datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC")),
-        ["zoneinfo.ZoneInfo"],
+    "a datetime in a zone of a class that is not known": (
+        datetime(2026, 1, 2, tzinfo=OwnZone("UTC")),
+        ["test_values.OwnZone"],
     ),
+    "a time zone that was read from a file": (zone_from_file("UTC"), ["time zone", "not that of a name"]),
+    "a time zone without a name": (zone_from_file(None), ["time zone", "not that of a name"]),
 }
 
 

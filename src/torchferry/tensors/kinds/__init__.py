@@ -29,6 +29,7 @@ __all__ = [
     "Misfit",
     "RebuildContext",
     "check_form",
+    "is_plain_parameter",
     "kind_named",
     "kind_of",
     "part_of",
@@ -55,7 +56,7 @@ def kind_of(value: object) -> Kind | None:
             return SUBCLASS
         if name := _DISTRIBUTED_TYPES.get(f"{cls.__module__}.{cls.__qualname__}"):
             return kind_named(name)
-        if cls is not torch.Tensor and cls is not torch.nn.Parameter and not _is_plain_parameter(tensor):
+        if cls is not torch.Tensor and cls is not torch.nn.Parameter and not is_plain_parameter(tensor):
             raise Unsendable(_explain_subclass(tensor))
         return SPARSE if tensor.layout in SPARSE_LAYOUTS else QUANTIZED if tensor.is_quantized else DENSE
     if cls in map(numpy_class, ("ndarray", "memmap", "matrix", "recarray")):
@@ -63,8 +64,8 @@ def kind_of(value: object) -> Kind | None:
     return BUFFERS if is_large(value) else None
 
 
-def _is_plain_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a subclass of Parameter only adds attributes and methods to a parameter's data."""
+def is_plain_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a Parameter, or of a subclass that only adds attributes and methods."""
     cls: Any = type(tensor)
     return (
         issubclass(cls, torch.nn.Parameter)

@@ -51,7 +51,7 @@ def describe_many(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> li
     return list(map(Leaf, repeat(DENSE.name), zip(numbers, strict=False), repeat(None), flags))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the data of a subclass of Parameter as a plain tensor with the same version counter."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor
@@ -60,7 +60,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 DENSE = Kind(
     "tensor",
-    describe=lambda tensor, add: Leaf("tensor", (add(_plain(tensor)),), None, grad_flags(tensor) or None),
+    describe=lambda tensor, add: Leaf("tensor", (add(as_plain(tensor)),), None, grad_flags(tensor) or None),
     rebuild=lambda leaf, parts, context: with_grad_flags(parts[0], leaf.traits or 0),  # type: ignore[arg-type]
     tensor_count=1,
     fixed=None,

@@ -31,14 +31,24 @@ _FORMAT = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,10}(\[[A-Za-z0-9/]{1,30}\])?")
 
 
 class DtypeField(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A field of a structured dtype, as numpy's `dtype_to_descr` has it. Its name may come with a title."""
+    """A field of a structured dtype. If it has a shape, `dtype` is that of its items."""
 
-    name: str | tuple[str, ...]
-    dtype: str | list["DtypeField"]
-    shape: tuple[Count, ...] = ()
+    name: str
+    title: str | None
+    dtype: "str | DtypeFields"
+    shape: tuple[Count, ...]
+    offset: Count
 
 
-DtypeForm: TypeAlias = str | list[DtypeField]
+class DtypeFields(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A structured dtype. `aligned` is only of a dtype that is a value: arrays are equal without it."""
+
+    fields: tuple[DtypeField, ...]
+    itemsize: Count
+    aligned: bool
+
+
+DtypeForm: TypeAlias = str | DtypeFields
 ScalarForm: TypeAlias = tuple[DtypeForm, bytes]
 
 
@@ -79,47 +89,69 @@ def _is_bytes(dtype: Any) -> bool:
     return not dtype.hasobject and dtype.kind in "biufcSUVmM"
 
 
-def dtype_to_wire(dtype: Any) -> DtypeForm:
-    """Describe a dtype; raises Unsendable if its items are not bytes, or if it can't be rebuilt exactly.
+def dtype_to_wire(dtype: Any, *, is_value: bool = False) -> DtypeForm:
+    """Describe a dtype; raises Unsendable if it can't be rebuilt exactly, or if its items are not bytes.
 
-    Records, which are structures whose fields are attributes too, become structures.
+    If it `is_value` itself, and not the dtype of an array, its items may be references. Records, which are
+    structures whose fields are attributes too, become structures.
     """
     if dtype.type is numpy_class("record"):
         dtype = _numpy().dtype((_numpy().void, dtype))
     what = f"numpy values of dtype {dtype} can't be sent: "
-    if not _is_bytes(dtype):
+    if not is_value and not _is_bytes(dtype):
         raise Unsendable(what + "the items are references, not bytes. Convert an array to a list")
     with suppress(ValueError):
-        wire: DtypeForm = msgspec.convert(_numpy().lib.format.dtype_to_descr(dtype), DtypeForm)
-        rebuilt = dtype_from_wire(wire)
-        if rebuilt == dtype and rebuilt.type is dtype.type:
+        wire: DtypeForm = msgspec.convert(_split(dtype, is_value), DtypeForm)
+        rebuilt = value_from_wire(wire)
+        if rebuilt == dtype and rebuilt.type is dtype.type and not (is_value and dtype.metadata):
             return wire
-    # A dtype with overlapping fields, or with records as fields.
+    # A dtype with records as fields, with metadata, or of another library.
     raise Unsendable(
-        what + "numpy has no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
+        what + "there is no exact description of that dtype. Send .view() of a plain dtype, such as uint8, "
         "and view it back at the receiver"
     )
 
 
+def _split(dtype: Any, is_value: bool) -> object:
+    """Return a structured dtype as DtypeFields has it, and any other as text."""
+    if dtype.names is None:
+        return dtype.str
+    fields = []
+    for name in dtype.names:
+        inner, offset, *title = dtype.fields[name]
+        fields.append([name, [*title, None][0], _split(inner.base, is_value), inner.shape, offset])
+    return [fields, dtype.itemsize, is_value and dtype.isalignedstruct]
+
+
 def dtype_from_wire(wire: DtypeForm) -> Any:
-    """Rebuild a dtype; raise ValueError if numpy can't, or if its items are not bytes."""
-    try:
-        dtype = _numpy().lib.format.descr_to_dtype(_descr(wire))
-    except (SyntaxError, TypeError, ValueError, LookupError, RecursionError, OverflowError) as error:
-        reason = str(error)[:MAX_CHARACTERS]
-        raise ValueError(f"numpy can't create the dtype {show(wire)}: {reason}") from None
+    """Rebuild the dtype of an array; raise ValueError if numpy can't, or if its items are not bytes."""
+    dtype = value_from_wire(wire)
     if not _is_bytes(dtype):
         raise ValueError(f"items of the dtype {str(dtype)[:MAX_CHARACTERS]} are references, expected bytes")
     return dtype
 
 
-def _descr(wire: DtypeForm) -> Any:
-    """Return a dtype as numpy's `descr_to_dtype` expects it."""
-    if isinstance(wire, str):
-        if not _FORMAT.fullmatch(wire):
-            raise ValueError(f"{show(wire)} is not a byte order, a kind and a size, such as '<f4'")
-        return wire
-    return [(field.name, _descr(field.dtype), field.shape) for field in wire]
+def value_from_wire(wire: DtypeForm) -> Any:
+    """Rebuild a dtype that is a value itself; raise ValueError if numpy can't."""
+    if isinstance(wire, str) and not _FORMAT.fullmatch(wire):
+        raise ValueError(f"{show(wire)} is not a byte order, a kind and a size, such as '<f4'")
+    make = _numpy().dtype
+    try:
+        if isinstance(wire, str):
+            return make(wire)
+        items = [value_from_wire(field.dtype) for field in wire.fields]
+        shapes = [field.shape for field in wire.fields]
+        fields = {
+            "names": [field.name for field in wire.fields],
+            "titles": [field.title for field in wire.fields],
+            "formats": [make(pair) if pair[1] else pair[0] for pair in zip(items, shapes, strict=True)],
+            "offsets": [field.offset for field in wire.fields],
+            "itemsize": wire.itemsize,
+        }
+        return make(fields, align=wire.aligned)
+    except (SyntaxError, TypeError, LookupError, RecursionError, OverflowError) as error:
+        reason = str(error)[:MAX_CHARACTERS]
+        raise ValueError(f"numpy can't create the dtype {show(wire)}: {reason}") from None
 
 
 def scalar_to_wire(value: Any) -> ScalarForm:

@@ -62,8 +62,8 @@ def describe_nodes(outer: torch.Tensor, add_tensor: AddTensor) -> tuple[list[int
     """
     what = f"the tensor subclass {registry.name_of(type(outer))} can't be sent: "
     try:
-        tensors, nodes, flags = _flatten(outer)
-        again, *rest = _flatten(build_nodes(nodes, tensors, flags))
+        tensors, nodes, flags = flatten(outer)
+        again, *rest = flatten(build_nodes(nodes, tensors, flags))
     except Unsendable as error:
         raise Unsendable(what + error.what) from None
     except Exception as error:
@@ -76,7 +76,8 @@ def describe_nodes(outer: torch.Tensor, add_tensor: AddTensor) -> tuple[list[int
     return [add_tensor(tensor) for tensor in tensors], nodes, flags
 
 
-def _flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
+def flatten(outer: Any) -> tuple[list[torch.Tensor], Nodes, tuple[int, ...]]:
+    """Return the plain tensors in a registered subclass, its nodes and all flags; or raise Unsendable."""
     from torchferry.tensors.values import to_wire  # here, because that module imports kinds
 
     tensors: dict[int, torch.Tensor] = {}
@@ -119,7 +120,7 @@ def _is_alias(one: torch.Tensor, two: torch.Tensor) -> bool:
 def copy_inner(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Copy the inner tensors of one registered subclass to another; return False if they do not fit."""
     try:
-        (targets, nodes, _), (sources, others, _) = _flatten(target), _flatten(source)
+        (targets, nodes, _), (sources, others, _) = flatten(target), flatten(source)
     except Unsendable:
         return False
     layouts = [[(t.dtype, t.shape) for t in tensors] for tensors in (targets, sources)]
