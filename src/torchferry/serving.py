@@ -72,7 +72,7 @@ class Source:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         arguments.check_str(host, "host")
-        arguments.check_int(port, "port", low=0, high=65535)
+        port = arguments.check_int(port, "port", low=0, high=65535)
         arguments.check_tls(tls)
         if tls is not None and tls.check_hostname:
             raise BadArgument("tls is a context for clients: create one with ssl.Purpose.CLIENT_AUTH")
@@ -145,9 +145,9 @@ class Source:
                 earlier version that is not a snapshot, the new version is served nevertheless.
             StateError: there is no memory for the copy.
         """
-        arguments.check_int(version, "version")
+        version = arguments.check_int(version, "version")
         arguments.check_bool(snapshot, "snapshot")
-        arguments.check_int(copy_up_to, "copy_up_to", low=0)
+        copy_up_to = arguments.check_int(copy_up_to, "copy_up_to", low=0)
         deadline_s = time.monotonic() + self._check(name, timeout, readers)
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
@@ -184,8 +184,8 @@ class Source:
             BadArgument: an argument is invalid.
             ReadersRemain: fewer confirmed in time (also a TimeoutError); names the readers that did not.
         """
-        arguments.check_int(version, "version")
-        arguments.check_int(receivers, "receivers", low=1)
+        version = arguments.check_int(version, "version")
+        receivers = arguments.check_int(receivers, "receivers", low=1)
         self._shelf.wait(name, version, receivers, self._check(name, timeout, "wait"))
 
     def status(self) -> Status:

@@ -98,7 +98,7 @@ def sync(
         FerryError: what `fetch` raises, on a rank whose fetch failed. The others list it in `failed`.
     """
     if version is not None:
-        arguments.check_int(version, "version")
+        version = arguments.check_int(version, "version")
     paths = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
     arguments.require(all(isinstance(each, str) for each in paths), "per_rank", "a list of paths", per_rank)
     return _Call(state, version, group, timeout, atomic, trust, paths, host, f"sync(trust={trust})").run()
@@ -120,7 +120,7 @@ def broadcast_state(
     Raises what `sync` raises.
     """
     group = _resolve(group)
-    arguments.check_int(source, "source", low=0, high=group.size() - 1)
+    source = arguments.check_int(source, "source", low=0, high=group.size() - 1)
     version = 0 if group.rank() == source else None
     called = f"broadcast_state(source={source})"
     return _Call(state, version, group, timeout, atomic, None, (), host, called).run()
@@ -159,7 +159,7 @@ class _Call:
         self._deadline_s = time.monotonic() + arguments.seconds(timeout, "timeout")
         self._atomic = arguments.check_bool(atomic, "atomic")
         if trust is not None:
-            arguments.check_int(trust, "trust", low=0, high=self._size - 1)
+            trust = arguments.check_int(trust, "trust", low=0, high=self._size - 1)
         self._trust, self._called = trust, called
         self._store = store_of(group)
         if self._store is None:

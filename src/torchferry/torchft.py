@@ -137,7 +137,7 @@ class Transport:
             FerryError: as `torchferry.fetch`.
         """
         self.last_report = None
-        arguments.check_int(step, "step", low=1 - 2**63)
+        step = arguments.check_int(step, "step", low=1 - 2**63)
         addresses = [self._with_token(each) for each in (*metadata.split(), *self._sources)]
         with _timeouts_are_runtime_errors():
             got = fetch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +64,10 @@ class TestVersions:
 
     def test_many_calls_follow_each_other(self, quad: Cluster) -> None:
         assert quad.run(call_many_times, 12) == [[12.0] * 12] * 4
+
+    def test_a_version_may_be_an_int_of_numpy(self, pair: Cluster) -> None:
+        answers = pair.run(catch_up, [np.int64(4), np.int32(-1)], {"trust": np.int64(0)})
+        assert [(answer["version"], answer["values"]) for answer in answers] == [(4, [4.0])] * 2
 
     def test_a_version_may_be_zero_or_negative(self, pair: Cluster) -> None:
         assert [answer["version"] for answer in pair.run(catch_up, [0, -1], {})] == [0, 0]
