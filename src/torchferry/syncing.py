@@ -40,6 +40,12 @@ _MAX_SOURCES = 16
 _STORE_S = 5.0
 """How long to wait for one answer of the group's store."""
 
+_FORGET_S = 1.0
+"""How long to wait until the store has forgotten the address of this call."""
+
+_LATE_STORE_S = 0.15
+"""How long to wait for the store after the deadline."""
+
 
 @dataclass(frozen=True)
 class Synced:
@@ -193,7 +199,7 @@ class _Call:
         finally:
             member.close()
             with suppress(FerryError):
-                self._ask_store(lambda: self._forget(member), 1.0)
+                self._ask_store(lambda: self._forget(member, address), _FORGET_S)
             coordinator.close(reason)
             self._source.close(timeout=0.01)
 
@@ -279,21 +285,20 @@ class _Call:
         found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
         return found.decode() or None
 
-    def _forget(self, member: Member) -> None:
-        # A rank that was killed can't remove its own address.
-        for rank, address in member.lost.items():
-            self._store.compare_set(_key(rank), address, CALLED)
-        if member.ranks:
-            self._store.delete_key(_key(self._rank))
-        else:
-            # Ranks whose time limit passes a little later must not report this rank as absent.
-            self._store.set(_key(self._rank), CALLED)
+    def _forget(self, member: Member, address: str) -> None:
+        # A rank that was killed can't remove its own address. Ranks whose time limit passes a little later
+        # must not report this rank as absent. If the store answers late, the addresses may be of later calls.
+        ended = {_key(rank): (lost, CALLED) for rank, lost in member.lost.items()}
+        ended[_key(self._rank)] = address, "" if member.ranks else CALLED
+        for key, (expected, value) in ended.items():
+            self._store.compare_set(key, expected, value)
 
     def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
         """Return what `ask` returns; raises LinkBroken if the store fails, and LinkTimeout if it is too slow.
 
         It runs in a thread, because a store whose process is stopped never answers.
         """
+        timeout_s = min(timeout_s, max(self._deadline_s - time.monotonic(), 0.0) + _LATE_STORE_S)
         found: list[T | Exception] = []
 
         def run() -> None:
@@ -306,7 +311,7 @@ class _Call:
         thread.start()
         thread.join(timeout_s)
         if not found:
-            raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:g} s")
+            raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:.1f} s")
         result = found[0]
         if isinstance(result, Exception):
             what = str(result).partition("\n")[0]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torchferry.links.http_client import HttpConnection
 from torchferry.serving import Source
 
 NOTICED_S = 1.0
+# By how much a call may exceed its timeout.
+LATE_S = 0.7
 STEPS = ("join", "has", "ready", "done")
 # Ranks 0, 1 and 3 have the version, and ranks 2 and 4 do not.
 SOURCES, RANKS = (0, 1, 3), 5
@@ -35,7 +38,12 @@ SOURCES, RANKS = (0, 1, 3), 5
 @pytest.fixture
 def five(_fork_server: None) -> Iterator[Cluster]:
     with Cluster(RANKS, start_method="forkserver") as cluster:
+        cluster.run(import_this)
         yield cluster
+
+
+def import_this(rank: int) -> None:
+    """Import what the test needs: that takes seconds on a busy machine, and at each rank another time."""
 
 
 def strike(folder: str, how: int, *_: Any) -> None:
@@ -198,19 +206,20 @@ def test_a_stopped_rank_keeps_the_others_until_the_timeout_at_most(
 ) -> None:
     if step == "serve" and victim == 2:
         return
-    timeout_s = 8.0 if step in ("done", "serve") else 3.0
+    timeout_s = 3.0
     arguments = ([victim], step, "before", signal.SIGSTOP, str(tmp_path), timeout_s)
-    pending = five.start([(take_part, arguments)] * RANKS, timeout_s=15)
-    outcomes = pending.outcomes()
+    outcomes = five.start([(take_part, arguments)] * RANKS, timeout_s=timeout_s + 3).outcomes()
     for outcome in outcomes:
         if outcome.rank != victim:
-            assert outcome.error is None, outcome
-            assert outcome.value["seconds"] < timeout_s + 3, outcome
-            if step == "done" and outcome.rank not in SOURCES:
-                assert outcome.value["values"] == [5.0]
-            if step in ("join", "has", "ready"):
-                assert outcome.value["late"], outcome
-                assert outcome.value["values"] == [5.0 if outcome.rank in SOURCES else 0.0]
+            assert outcome.error is None, getattr(outcome.error, "__notes__", outcome)
+            found, earlier = outcome.value, [5.0 if outcome.rank in SOURCES else 0.0]
+            assert found["seconds"] < timeout_s + LATE_S, found
+            if step in ("done", "serve") and not (victim == 0 and "error" in found):
+                assert found["values"] == [5.0], found
+            else:
+                # A coordinator that stops itself may not have told all others to begin.
+                assert found["late"], found
+                assert found["values"] == earlier, found
 
 
 @pytest.mark.slow
@@ -244,6 +253,31 @@ def join_over_tcp(pipe: Any, rank: int, port: int) -> None:
         pipe.send((result.role, result.failed, state["w"][0].item()))
     except torchferry.FerryError as error:
         pipe.send((type(error).__name__, str(error), time.monotonic()))
+
+
+def take_part_over_tcp(pipe: Any, rank: int, port: int, *arguments: Any) -> None:
+    """Take part in a sync of three ranks. The store is in the process of rank 0."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(take_part(rank, *arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("step", [*STEPS, "serve"])
+def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path: Path, step: str) -> None:
+    arguments = free_port(), [0], step, "before", signal.SIGSTOP, str(tmp_path), 2.0
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(child(take_part_over_tcp, rank, *arguments)) for rank in range(3)]
+        for rank in ranks:
+            assert rank.receive() == "ready"
+        for rank in ranks:
+            rank.send("go")
+        for rank in ranks[1:]:
+            found = rank.receive()
+            assert found["seconds"] < 2.0 + LATE_S, found
+            assert "error" not in found or found["late"], found
 
 
 def free_port() -> int:

@@ -18,7 +18,6 @@ from torchferry.core.agreement import (
     Answer,
     Finished,
     Go,
-    Has,
     Join,
     Post,
     Refusal,
@@ -65,9 +64,11 @@ _DEAD_S = 0.5
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
-_GRACE_S = 1.0
-"""How long a rank waits for an answer after its deadline: the coordinator answers at its own deadline, with
-the ranks that are missing. Also the timeout of short requests."""
+_LATE_S = 0.3
+"""How long a rank waits for an answer after its deadline, at which the coordinator names who is missing."""
+
+_SHORT_S = 1.0
+"""The timeout of requests that are answered at once."""
 
 CALLED = "called"
 """In the store, in place of an address: the rank has called, but its call is over."""
@@ -114,7 +115,8 @@ class Coordinator:
             if self._rank in self._answered and self._closed is None:
                 others = self._connections.keys() - {self._rank}
                 self._changed.wait_for(
-                    lambda: not (others & self._waiting & self._connections.keys()), _LAST_S
+                    lambda: not (others & self._waiting & self._connections.keys()),
+                    min(_LAST_S, self._left_s(self._rank) + _LATE_S),
                 )
             self._closed = self._closed or reason
             self._changed.notify_all()
@@ -154,7 +156,7 @@ class Coordinator:
                 if not self._is_connected(request.connection):
                     self._lose(post.rank, _LOST)
                     return _lease_ended(_LOST)
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(min(_LOOK_S, self._left_s(post.rank)))
             if isinstance(answer, Refusal):
                 self._assignment = answer  # every rank gets it, even if the ranks that caused it leave
             if isinstance(answer, (Finished, Refusal)):
@@ -214,8 +216,8 @@ class Coordinator:
         """Hold a connection to a rank that has not posted yet, and mark the rank as lost when it closes."""
         reason = "it ended its call"
         try:
-            left_s = max(self._deadline_s - time.monotonic(), _GRACE_S)
-            connection = HttpConnection(parse_address(address), None, _GRACE_S)
+            left_s = max(self._deadline_s - time.monotonic(), _SHORT_S)
+            connection = HttpConnection(parse_address(address), None, _SHORT_S)
             try:
                 connection.request("POST", _WATCH, timeout_s=left_s)
             finally:
@@ -233,37 +235,52 @@ class Coordinator:
         mine = self._said[rank]
         if mine.failed is not None:
             return Go()
-        here = {each: self._said.get(each) for each in range(self._size) if each not in self._gone}
-        said = {each: post for each, post in here.items() if post is not None and post.join is not None}
-        is_late = time.monotonic() >= min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
-        if isinstance(self._assignment, Refusal) and not mine.done:
-            return self._assignment
-        if len(said) < len(here) and not mine.done:
-            return late(here.keys() - said.keys(), "join") if is_late else None
+        posts = {each: self._said.get(each, Post(each)) for each in range(self._size)}
+        here = {each: post for each, post in posts.items() if each not in self._gone}
         if mine.done:
-            waiting = {each for each in here if each not in said or not said[each].done}
-            if waiting and not is_late:
-                return None
-            for each in here.keys() - waiting - self._answered:
-                if not self._is_connected(self._connections.get(each, 0)):
-                    self._lose(each, _LOST)
-            return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
-        unfinished = {each: post for each, post in said.items() if not post.done}
-        if mine.ready == self._rank:
-            waiting = {each for each, post in unfinished.items() if post.ready != self._rank}
-            return Go() if not waiting else late(waiting, "ready") if is_late else None
-        if self._assignment is None:
-            target = choose_target({each: post.join for each, post in said.items() if post.join}, self._gone)
-            if isinstance(target, Refusal) or mine.has is None or mine.has.version != target.version:
-                return target
-            waiting = {each for each, post in unfinished.items() if _version_of(post.has) != target.version}
-            if waiting:
-                return late(waiting, "has") if is_late else None
-            self._assignment = self._assign(unfinished, target.version)
+            return self._finish(rank, {each for each, post in here.items() if not post.done})
         if isinstance(self._assignment, Refusal):
             return self._assignment
-        manifests = {each: post.has.manifest for each, post in said.items() if post.has is not None}
+        if absent := {each for each, post in here.items() if post.join is None}:
+            return self._late(rank, absent, "join")
+        here = {each: post for each, post in here.items() if not post.done}
+        if mine.ready == self._rank:
+            waiting = {each for each, post in here.items() if post.ready != self._rank}
+            return self._late(rank, waiting, "ready") if waiting else Go()
+        return self._order(rank, here)
+
+    def _order(self, rank: int, posts: Mapping[int, Post]) -> Answer | None:
+        """Answer `join` and `has`, given the posts of all ranks that have joined and are not done."""
+        said = [(each, post) for each, post in self._said.items() if each not in self._gone]
+        if self._assignment is None:
+            target = choose_target({each: post.join for each, post in said if post.join}, self._gone)
+            if isinstance(target, Refusal) or _version_of(posts[rank]) != target.version:
+                return target
+            if waiting := {each for each, post in posts.items() if _version_of(post) != target.version}:
+                return self._late(rank, waiting, "has")
+            self._assignment = self._assign(posts, target.version)
+        if isinstance(self._assignment, Refusal):
+            return self._assignment
+        manifests = {each: post.has.manifest for each, post in said if post.has is not None}
         return order_for(rank, self._rank, self._assignment, manifests)
+
+    def _finish(self, rank: int, waiting: set[int]) -> Answer | None:
+        """Answer `done`, while the ranks in `waiting` are not."""
+        if waiting and self._left_s(rank):
+            return None
+        for each in range(self._size):
+            is_here = each not in self._gone and each not in waiting | self._answered
+            if is_here and not self._is_connected(self._connections.get(each, 0)):
+                self._lose(each, _LOST)
+        return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
+
+    def _late(self, rank: int, waiting: set[int], step: str) -> Refusal | None:
+        return None if self._left_s(rank) else late(waiting, step)
+
+    def _left_s(self, rank: int) -> float:
+        """Return how long a rank can wait for its answer."""
+        deadline_s = min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
+        return max(deadline_s - time.monotonic(), 0.0)
 
     def _assign(self, posts: Mapping[int, Post], version: int) -> Assignment | Refusal:
         sources: dict[int, Table] = {}
@@ -283,13 +300,13 @@ class Coordinator:
             return refusal_of(error)
 
 
-def _version_of(has: Has | None) -> int | None:
-    return None if has is None else has.version
+def _version_of(post: Post) -> int | None:
+    return None if post.has is None else post.has.version
 
 
 def _can_be_reached(address: str) -> bool:
     try:
-        HttpConnection(parse_address(address), None, _GRACE_S).close()
+        HttpConnection(parse_address(address), None, _SHORT_S).close()
     except LinkError:
         return False
     return True
@@ -346,7 +363,7 @@ class Member:
             post = structs.replace(post, left_s=self._left_s())
             try:
                 head = self._connection.request(
-                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _GRACE_S
+                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _LATE_S
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
@@ -377,12 +394,13 @@ class Member:
         if self._connection is None:
             return
         post = msgpack.encode(Post(self._rank, failed=reason))
-        self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
+        timeout_s = min(_SHORT_S, self._left_s() + _LATE_S)
+        self._connection.request("POST", _POST, post, timeout_s=timeout_s)
         if self.coordinator == self._rank and len(self.ranks) > 1:
             self.close()
             self._gone[self._rank] = reason
             self._connection = self._connect()
-            self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
+            self._connection.request("POST", _POST, post, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection."""
