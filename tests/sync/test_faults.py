@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torchferry
-from tests.support.children import child, wait_until
+from tests.support.children import child, unused_port, wait_until
 from tests.support.cluster import Cluster, Outcome, WorkerDied
 from torchferry.engine import bundles
 from torchferry.engine.coordination import Member
@@ -327,7 +327,7 @@ def take_part_over_tcp(pipe: Any, rank: int, port: int, *arguments: Any) -> None
 @pytest.mark.usefixtures("_fork_server")
 @pytest.mark.parametrize("step", [*STEPS, "serve"])
 def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path: Path, step: str) -> None:
-    arguments = free_port(), [0], step, "before", signal.SIGSTOP, str(tmp_path), 2.0
+    arguments = unused_port(), [0], step, "before", signal.SIGSTOP, str(tmp_path), 2.0
     with ExitStack() as stack:
         ranks = [stack.enter_context(child(take_part_over_tcp, rank, *arguments)) for rank in range(3)]
         for rank in ranks:
@@ -340,14 +340,9 @@ def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path
             assert "error" not in found or found["late"], found
 
 
-def free_port() -> int:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store.port
-
-
 @pytest.mark.usefixtures("_fork_server")
 def test_a_rank_that_dies_with_the_store_is_noticed_within_a_second() -> None:
-    port = free_port()
+    port = unused_port()
     with (
         child(join_over_tcp, 0, port) as zero,
         child(join_over_tcp, 1, port) as one,
@@ -367,7 +362,7 @@ def test_a_rank_that_dies_with_the_store_is_noticed_within_a_second() -> None:
 
 @pytest.mark.usefixtures("_fork_server")
 def test_ranks_that_have_joined_need_no_store() -> None:
-    port = free_port()
+    port = unused_port()
     with (
         child(join_over_tcp, 0, port) as zero,
         child(join_over_tcp, 1, port) as one,
