@@ -28,7 +28,7 @@ from torchferry.serving import Source
 
 NOTICED_S = 1.0
 # By how much a call may exceed its timeout.
-LATE_S = 0.7
+LATE_S = 0.9
 STEPS = ("join", "has", "ready", "done")
 # While bytes are moved: a source grants a lease, or reads the state, or a receiver begins.
 MOVES: dict[str, tuple[Any, str]] = {
