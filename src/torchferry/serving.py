@@ -177,6 +177,10 @@ class Source:
             self._names.pop(name, None)
         self._shelf.withdraw(name, timeout_s, readers)
 
+    def give_up(self, version: int, reason: str, name: str = "state") -> None:
+        """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw."""
+        self._shelf.give_up(name, version, reason)
+
     def wait(self, version: int, receivers: int = 1, timeout: Timeout = 30.0, name: str = "state") -> None:
         """Wait until `receivers` fetches of a version have confirmed that they have every byte.
 

@@ -15,7 +15,7 @@ from torchferry.arguments import Timeout
 from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, Target
 from torchferry.core.codec import decode_manifest, encode_value
 from torchferry.core.report import FetchReport
-from torchferry.core.text import show_text
+from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
 from torchferry.engine.coordination import CALLED, Coordinator, Member
@@ -189,9 +189,7 @@ class _Call:
             self._ask_store(lambda: self._store.set(_key(self._rank), address))
             return self._take_steps(member, address)
         except BaseException as error:
-            reason = show_text(
-                error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-            )
+            reason = show_error(error)
             coordinator.close(reason)
             with suppress(FerryError):
                 member.leave(reason)

@@ -27,7 +27,7 @@ from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport
 from torchferry.core.schedule import OVERDUE_S, PEER_S
-from torchferry.core.text import show_text
+from torchferry.core.text import show_error
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
 from torchferry.engine.history import history
@@ -557,9 +557,7 @@ class _Fetch(Phases):
 
     def result_of(self, error: BaseException) -> Result:
         """Return what to tell the sources about a fetch that failed."""
-        reason = show_text(
-            error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
-        )
+        reason = show_error(error)
         if self._machine.state is FetchState.COMPARING and isinstance(error, (StateMismatch, PeerError)):
             self._machine.advance(FetchState.REFUSED)
             return Result("refused", reason)
