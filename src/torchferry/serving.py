@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
-from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.published import SnapshotMemory, digest_leaves, publish
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Readers, Shelf
@@ -21,6 +21,7 @@ from torchferry.links.address import Address, is_token, listen, parse_host, reac
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http_server import Handler, HttpServer
 from torchferry.links.sockets import listen_locally
+from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import CPU
 
 
@@ -213,6 +214,10 @@ class Source:
     def resharing(self) -> Resharing:
         """Return what `fetch(reshare=source)` uses to serve chunks at this source's port."""
         return Resharing(self._server, *self._listens_at)
+
+    def digest_leaves(self, described: Description) -> list[bytes]:
+        """Return the digest of each leaf of a state. `publish` does not hash the same memory again."""
+        return digest_leaves(described, self._workspace)
 
     def attach(self, handler: Handler) -> str:
         """Serve a handler at this source's port, and return its address, with a token of its own."""

@@ -19,13 +19,10 @@ from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
 from torchferry.engine.coordination import CALLED, Coordinator, Member
-from torchferry.engine.published import digest_leaves
-from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
 from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source
 from torchferry.tensors.describe import Description, describe, describe_target
-from torchferry.tensors.memory import CPU
 from torchferry.tensors.objects import read_objects, rules_of
 from torchferry.tensors.rng import RNG
 from torchferry.torch_internals import store_of
@@ -239,7 +236,7 @@ class _Call:
         digests = b""
         if self._version == self._target:
             described = describe(self._state, objects=read_objects(self._state))
-            digests = b"".join(digest_leaves(described, Workspace(CPU)))
+            digests = b"".join(self._source.digest_leaves(described))
         else:
             described = describe_target(self._state, read_objects(self._state, is_target=True))
         self._described = described

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 import torchferry
 from tests.support.cluster import Cluster, RemoteError
+from torchferry.engine import published
+from torchferry.engine.source import digest
 
 TIMEOUT_S = 20
 
@@ -156,6 +159,27 @@ def sync_positions(rank: int) -> int:
 
 def trust_own_rank(rank: int) -> None:
     torchferry.sync(state_of(1.0, 1), 1, trust=rank, timeout=TIMEOUT_S)
+
+
+def hashed_bytes(rank: int) -> tuple[int, int]:
+    """Return how many bytes this rank hashes in a sync, and how many its state has."""
+    hashed: list[int] = []
+
+    def count(buffer: torch.Tensor) -> int:
+        hashed.append(buffer.nbytes)
+        return digest(buffer)
+
+    state = {"w": torch.arange(900_001), "views": [*torch.zeros(2, 500_000)], "small": torch.ones(3)}
+    with mock.patch.object(published, "digest", count):
+        result = torchferry.sync(state, None if rank == 3 else 1, timeout=TIMEOUT_S)
+    assert torch.equal(result.state["w"], torch.arange(900_001))
+    return sum(hashed), 900_001 * 8 + 4_000_000 + 12
+
+
+def test_a_source_hashes_its_state_once(quad: Cluster) -> None:
+    for hashed, nbytes in quad.run(hashed_bytes)[:3]:
+        # Small tensors are packed when they are served.
+        assert nbytes <= hashed <= nbytes + 12
 
 
 class TestFailures:
