@@ -1,7 +1,9 @@
 """Checks of the arguments that users pass to the front doors. Every check raises BadArgument."""
 
+import operator
 import ssl
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -26,10 +28,14 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def check_int(value: object, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """Return an int that lies between two limits."""
+    """Return an int that lies between two limits. Ints of numpy and all that has `__index__` count too."""
     expected = f"an int from {low} to {high}" if low > -(2**63) else "an int of 64 bits"
-    require(is_int(value) and low <= value <= high, name, expected, value)
-    return value  # type: ignore[return-value]
+    found: int | None = None
+    if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
+        with suppress(TypeError):
+            found = operator.index(value)  # type: ignore[arg-type]
+    require(found is not None and low <= found <= high, name, expected, value)
+    return found  # type: ignore[return-value]
 
 
 def check_str(value: object, name: str) -> str:

@@ -108,9 +108,10 @@ def fetch(
         raise BadArgument("addresses must be an address, or a list of at least one")
     found = list(dict.fromkeys(map(parse_address, given)))
     arguments.check_name(name)
-    for number, label in ((version, "version"), (newer_than, "newer_than")):
-        if number is not None:
-            arguments.check_int(number, label)
+    if version is not None:
+        version = arguments.check_int(version, "version")
+    if newer_than is not None:
+        newer_than = arguments.check_int(newer_than, "newer_than")
     arguments.check_choice(compare, "compare", (True, False, "auto"))
     arguments.check_choice(extra, "extra", get_args(Extra))
     arguments.check_choice(via, "via", (None, *get_args(Via)))

@@ -73,7 +73,7 @@ class Source:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         arguments.check_str(host, "host")
-        arguments.check_int(port, "port", low=0, high=65535)
+        port = arguments.check_int(port, "port", low=0, high=65535)
         arguments.check_tls(tls)
         if tls is not None and tls.check_hostname:
             raise BadArgument("tls is a context for clients: create one with ssl.Purpose.CLIENT_AUTH")
@@ -88,7 +88,7 @@ class Source:
         own_port = self._listens_at[1]
         named = parse_host(advertise or reachable_host(listener), own_port)
         self._address = Address(*named, token, tls is not None)
-        self._workspace = Workspace(CPU)
+        self.workspace = Workspace(CPU)
         self._lock = threading.Lock()
         # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
         self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
@@ -146,9 +146,9 @@ class Source:
                 earlier version that is not a snapshot, the new version is served nevertheless.
             StateError: there is no memory for the copy.
         """
-        arguments.check_int(version, "version")
+        version = arguments.check_int(version, "version")
         arguments.check_bool(snapshot, "snapshot")
-        arguments.check_int(copy_up_to, "copy_up_to", low=0)
+        copy_up_to = arguments.check_int(copy_up_to, "copy_up_to", low=0)
         deadline_s = time.monotonic() + self._check(name, timeout, readers)
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
@@ -157,7 +157,7 @@ class Source:
         try:
             self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
-                state, version, self._workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
+                state, version, self.workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
             )
             self._shelf.put(name, published, deadline_s - time.monotonic(), readers)
         finally:
@@ -176,6 +176,10 @@ class Source:
             self._names.pop(name, None)
         self._shelf.withdraw(name, timeout_s, readers)
 
+    def give_up(self, version: int, reason: str, name: str = "state") -> None:
+        """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw."""
+        self._shelf.give_up(name, version, reason)
+
     def wait(self, version: int, receivers: int = 1, timeout: Timeout = 30.0, name: str = "state") -> None:
         """Wait until `receivers` fetches of a version have confirmed that they have every byte.
 
@@ -183,8 +187,8 @@ class Source:
             BadArgument: an argument is invalid.
             ReadersRemain: fewer confirmed in time (also a TimeoutError); names the readers that did not.
         """
-        arguments.check_int(version, "version")
-        arguments.check_int(receivers, "receivers", low=1)
+        version = arguments.check_int(version, "version")
+        receivers = arguments.check_int(receivers, "receivers", low=1)
         self._shelf.wait(name, version, receivers, self._check(name, timeout, "wait"))
 
     def status(self) -> Status:

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -15,18 +15,16 @@ from torchferry.arguments import Timeout
 from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, TargetVersion
 from torchferry.core.codec import decode_manifest, encode_value
 from torchferry.core.report import FetchReport
-from torchferry.core.text import show_text
+from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
-from torchferry.engine.coordination import CALLED, Coordinator, Member
+from torchferry.engine.coordination import CALLED, LATE_S, Coordinator, Member
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.published import digest_leaves
-from torchferry.engine.workspace import Workspace
-from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout, what_of
+from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
 from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source
 from torchferry.tensors.describe import Description, describe, describe_target
-from torchferry.tensors.memory import CPU
 from torchferry.tensors.objects import read_objects, rules_of
 from torchferry.tensors.rng import RNG
 from torchferry.torch_internals import store_of
@@ -99,8 +97,9 @@ def sync(
         FerryError: what `fetch` raises, on a rank whose fetch failed. The others list it in `failed`.
     """
     if version is not None:
-        arguments.check_int(version, "version")
-    paths = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+        version = arguments.check_int(version, "version")
+    given: Any = (per_rank,) if isinstance(per_rank, str) else per_rank
+    paths = tuple(given) if isinstance(given, Iterable) else (None,)
     arguments.require(all(isinstance(each, str) for each in paths), "per_rank", "a list of paths", per_rank)
     return _Call(state, version, group, timeout, atomic, trust, paths, host, f"sync(trust={trust})").run()
 
@@ -121,7 +120,7 @@ def broadcast_state(
     Raises what `sync` raises.
     """
     group = _resolve(group)
-    arguments.check_int(source, "source", low=0, high=group.size() - 1)
+    source = arguments.check_int(source, "source", low=0, high=group.size() - 1)
     version = 0 if group.rank() == source else None
     called = f"broadcast_state(source={source})"
     return _Call(state, version, group, timeout, atomic, None, (), host, called).run()
@@ -160,7 +159,7 @@ class _Call:
         self._deadline_s = time.monotonic() + arguments.seconds(timeout, "timeout")
         self._atomic = arguments.check_bool(atomic, "atomic")
         if trust is not None:
-            arguments.check_int(trust, "trust", low=0, high=self._size - 1)
+            trust = arguments.check_int(trust, "trust", low=0, high=self._size - 1)
         self._trust, self._called = trust, called
         self._store = store_of(group)
         if self._store is None:
@@ -184,7 +183,7 @@ class _Call:
             self._ask_store(lambda: self._store.set(_key(self._rank), address))
             return self._take_steps(member, address)
         except BaseException as error:
-            reason = show_text(what_of(error))
+            reason = show_error(error)
             coordinator.close(reason)
             with suppress(FerryError):
                 member.leave(reason)
@@ -192,7 +191,7 @@ class _Call:
         finally:
             member.close()
             with suppress(FerryError):
-                self._ask_store(lambda: self._forget(member), 1.0)
+                self._ask_store(lambda: self._forget(member, address), 1.0, late_s=0.05)
             coordinator.close(reason)
             self._source.close(timeout=0.01)
 
@@ -234,7 +233,7 @@ class _Call:
         digests = b""
         if self._version == self._target:
             described = describe(self._state, objects=read_objects(self._state))
-            digests = b"".join(digest_leaves(described, Workspace(CPU)))
+            digests = b"".join(digest_leaves(described, self._source.workspace))
         else:
             described = describe_target(self._state, read_objects(self._state, is_target=True))
         self._described = described
@@ -278,21 +277,21 @@ class _Call:
         found: bytes = self._ask_store(lambda: self._store.compare_set(_key(rank), "", ""))
         return found.decode() or None
 
-    def _forget(self, member: Member) -> None:
-        # A rank that was killed can't remove its own address.
-        for rank, address in member.lost.items():
-            self._store.compare_set(_key(rank), address, CALLED)
-        if member.ranks:
-            self._store.delete_key(_key(self._rank))
-        else:
-            # Ranks whose time limit passes a little later must not report this rank as absent.
-            self._store.set(_key(self._rank), CALLED)
+    def _forget(self, member: Member, address: str) -> None:
+        # A rank that was killed can't remove its own address. Ranks whose time limit passes a little later
+        # must not report this rank as absent. If the store answers late, the addresses may be of later calls.
+        ended = {_key(rank): (lost, CALLED) for rank, lost in member.lost.items()}
+        ended[_key(self._rank)] = address, "" if member.ranks else CALLED
+        for key, (expected, value) in ended.items():
+            self._store.compare_set(key, expected, value)
 
-    def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
+    def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S, late_s: float = LATE_S) -> T:
         """Return what `ask` returns; raises LinkBroken if the store fails, and LinkTimeout if it is too slow.
 
-        It runs in a thread, because a store whose process is stopped never answers.
+        It runs in a thread, because a store whose process is stopped never answers. It may answer up to
+        `late_s` after the deadline; later, it is not waited for.
         """
+        timeout_s = min(timeout_s, max(self._deadline_s - time.monotonic(), 0.0) + late_s)
         found: list[T | Exception] = []
 
         def run() -> None:
@@ -305,7 +304,7 @@ class _Call:
         thread.start()
         thread.join(timeout_s)
         if not found:
-            raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:g} s")
+            raise LinkTimeout(f"the store of the process group did not answer for {timeout_s:.1f} s")
         result = found[0]
         if isinstance(result, Exception):
             what = str(result).partition("\n")[0]

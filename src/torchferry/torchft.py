@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchferry import arguments, pg_transport
 from torchferry.arguments import Timeout
 from torchferry.core.report import FetchReport, Report
+from torchferry.core.text import show_error
 from torchferry.errors import CheckpointTimeout, FerryError, NotAuthorized, ReadersRemain
 from torchferry.fetching import fetch
 from torchferry.links.address import own_host
@@ -104,6 +105,7 @@ class Transport:
     ) -> None:
         """Serve a state as that of a step, until `disallow_checkpoint`. Returns before anyone has read it.
 
+        If this raises, receivers of the step raise too, at once, with the reason.
         The state must not change until then, except for tensors of up to 1 MiB. A change is found, and fails
         the readers.
 
@@ -113,10 +115,15 @@ class Transport:
             StateChanged: the state changed meanwhile.
             StateError: there is no memory for a copy.
         """
+        step = arguments.check_int(step, "step")
         with self._sending:
             # The step may be sent again, or a lower one.
             self._withdraw(self._limit_s(timeout))
-            self._source.publish(state_dict, step, snapshot=self._snapshot, copy_up_to=COPIED_BYTES)
+            try:
+                self._source.publish(state_dict, step, snapshot=self._snapshot, copy_up_to=COPIED_BYTES)
+            except Exception as error:
+                self._source.give_up(step, f"the source can't send step {step}: {show_error(error)}")
+                raise
 
     def disallow_checkpoint(self) -> None:
         """Stop serving, and return when nobody reads the state any more. It may change then.
@@ -134,10 +141,11 @@ class Transport:
 
         Raises:
             CheckpointTimeout: it took longer than the timeout (also a TimeoutError and a RuntimeError).
+            PeerGaveUp: the source can't send the state, or the state changed; says why.
             FerryError: as `torchferry.fetch`.
         """
         self.last_report = None
-        arguments.check_int(step, "step", low=1 - 2**63)
+        step = arguments.check_int(step, "step", low=1 - 2**63)
         addresses = [self._with_token(each) for each in (*metadata.split(), *self._sources)]
         with _timeouts_are_runtime_errors():
             got = fetch(

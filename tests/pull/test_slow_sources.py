@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchferry
+from tests.support.children import unused_port
 from tests.support.proxy import Exchange
 from tests.support.proxy import Proxy as DetailedProxy
 
@@ -104,8 +105,7 @@ def test_late_metadata_is_asked_for_again_and_the_late_answer_is_not_taken_for_a
         if b"/manifest" in data and delays_s:
             time.sleep(delays_s.pop(0))
 
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        dead = f"http://127.0.0.1:{unused.getsockname()[1]}/#no-token-is-needed-here"
+    dead = f"http://127.0.0.1:{unused_port()}/#no-token-is-needed-here"
     state = {"w": torch.arange(1000)}
     with torchferry.serve(state, version=1) as source, proxy(source.address, delay) as address:
         got = torchferry.fetch([address, dead], timeout=20)
@@ -181,11 +181,6 @@ def trickle(exchange: Exchange) -> None:
         never.wait(0.1)
         exchange.relay_body(piece)
     exchange.relay_body()
-
-
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return int(unused.getsockname()[1])
 
 
 def test_a_slow_source_does_not_hold_up_the_end() -> None:

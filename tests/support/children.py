@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,12 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
         assert time.monotonic() < began_s + timeout_s, f"not true within {timeout_s} s"
         time.sleep(0.002)
     return time.monotonic() - began_s
+
+
+def unused_port() -> int:
+    """Return a port of this machine on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
 
 
 def _run(call: Call, pipe: Connection) -> None:

@@ -15,10 +15,10 @@ from tests.support.cluster import Cluster
 from tests.sync.test_sync import TIMEOUT_S, errors_of
 
 
-def trained(mesh: DeviceMesh, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(mesh: DeviceMesh, steps: int, rows: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a trained model. With `steps` 0, it has other weights and no moments, like a new worker."""
     torch.manual_seed(steps)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 3))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for _ in range(steps):
@@ -28,11 +28,11 @@ def trained(mesh: DeviceMesh, steps: int) -> tuple[nn.Module, torch.optim.Optimi
     return model, optimizer
 
 
-def heal(rank: int, shape: tuple[int, ...], new: list[int]) -> dict[str, Any]:
+def heal(rank: int, shape: tuple[int, ...], new: list[int], rows: int = 7) -> dict[str, Any]:
     """The ranks in `new` take the state of the others, which have trained. Return what differs afterwards."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
-    expected_model, expected_optimizer = trained(mesh, steps=2)
-    model, optimizer = trained(mesh, steps=0) if rank in new else (expected_model, expected_optimizer)
+    expected_model, expected_optimizer = trained(mesh, 2, rows)
+    model, optimizer = trained(mesh, 0, rows) if rank in new else (expected_model, expected_optimizer)
     before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     try:
@@ -51,6 +51,7 @@ def heal(rank: int, shape: tuple[int, ...], new: list[int]) -> dict[str, Any]:
         ),
         "optim": all(
             torch.equal(moment["exp_avg_sq"].to_local(), found["exp_avg_sq"].to_local())
+            and moment["exp_avg_sq"].shape == found["exp_avg_sq"].shape
             and moment["step"] == found["step"]
             for moment, found in zip(moments.values(), optimizer.state_dict()["state"].values(), strict=True)
         ),
@@ -89,6 +90,12 @@ class TestFSDP2:
             assert isinstance(error, torchferry.PartsLost)
             moments = [f"optim.state[{n}].{name}" for n in (0, 1) for name in ("exp_avg", "exp_avg_sq")]
             assert [part.path for part in error.parts] == ["model.0.weight", "model.0.bias", *moments]
+
+    def test_a_rank_that_holds_no_row_at_all_takes_the_rest(self, quad: Cluster) -> None:
+        # Both layers have three rows, so rank 3 lacks nothing but the moments, which have no rows there.
+        answers = quad.run(heal, (4,), [3], 3)
+        assert all(answer["model"] and answer["optim"] for answer in answers), answers
+        assert answers[3]["role"] == "receiver"
 
     def test_nobody_behind_finds_all_shards_equal_to_themselves(self, quad: Cluster) -> None:
         assert all(answer["role"] == "idle" for answer in quad.run(heal, (4,), []))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchferry
 from tests.support.cluster import Cluster, RemoteError
+from torchferry.engine import published
+from torchferry.engine.source import digest
 
 TIMEOUT_S = 20
 
@@ -63,6 +67,10 @@ class TestVersions:
 
     def test_many_calls_follow_each_other(self, quad: Cluster) -> None:
         assert quad.run(call_many_times, 12) == [[12.0] * 12] * 4
+
+    def test_a_version_may_be_an_int_of_numpy(self, pair: Cluster) -> None:
+        answers = pair.run(catch_up, [np.int64(4), np.int32(-1)], {"trust": np.int64(0)})
+        assert [(answer["version"], answer["values"]) for answer in answers] == [(4, [4.0])] * 2
 
     def test_a_version_may_be_zero_or_negative(self, pair: Cluster) -> None:
         assert [answer["version"] for answer in pair.run(catch_up, [0, -1], {})] == [0, 0]
@@ -153,6 +161,27 @@ def trust_own_rank(rank: int) -> None:
     torchferry.sync(state_of(1.0, 1), 1, trust=rank, timeout=TIMEOUT_S)
 
 
+def hashed_bytes(rank: int) -> tuple[int, int]:
+    """Return how many bytes this rank hashes in a sync, and how many its state has."""
+    hashed: list[int] = []
+
+    def count(buffer: torch.Tensor) -> int:
+        hashed.append(buffer.nbytes)
+        return digest(buffer)
+
+    state = {"w": torch.arange(900_001), "views": [*torch.zeros(2, 500_000)], "small": torch.ones(3)}
+    with mock.patch.object(published, "digest", count):
+        result = torchferry.sync(state, None if rank == 3 else 1, timeout=TIMEOUT_S)
+    assert torch.equal(result.state["w"], torch.arange(900_001))
+    return sum(hashed), 900_001 * 8 + 4_000_000 + 12
+
+
+def test_a_source_hashes_its_state_once(quad: Cluster) -> None:
+    for hashed, nbytes in quad.run(hashed_bytes)[:3]:
+        # Small tensors are packed when they are served.
+        assert nbytes <= hashed <= nbytes + 12
+
+
 class TestFailures:
     def test_every_rank_names_a_rank_that_does_not_call(self, quad: Cluster) -> None:
         for absent in (0, 2):
@@ -169,6 +198,14 @@ class TestFailures:
         assert all(outcome.error for outcome in quad.start(jobs).outcomes()[1:])
         answers = quad.run(catch_up, [2, None, 1, 2], {})
         assert [answer["values"] for answer in answers] == [[2.0]] * 4
+
+    def test_a_rank_that_calls_when_the_others_have_given_up_is_told_so(self, pair: Cluster) -> None:
+        early = pair.start([(catch_up, ([1, 1], {"timeout": 0.3})), None]).outcomes()[0]
+        late = pair.start([None, (catch_up, ([1, 1], {"timeout": 0.3}))]).outcomes()[1]
+        assert "rank 1 did not call it in time" in str(early.error)
+        assert isinstance(late.error, RemoteError)
+        assert isinstance(late.error.original, TimeoutError)
+        assert "rank 0 called it, but its call is over" in str(late.error)
 
     def test_a_receiver_that_does_not_fit_raises_and_the_others_name_it(self, quad: Cluster) -> None:
         answers = quad.run(sync_another_shape)
@@ -204,6 +241,7 @@ class TestFailures:
         for options, message in (
             ({"version": "3"}, "version must be an int"),
             ({"per_rank": [3]}, "per_rank must be a list of paths"),
+            ({"per_rank": None}, "per_rank must be a list of paths, not None"),
             ({}, "there is no process group"),
         ):
             with pytest.raises(torchferry.BadArgument, match=message):

@@ -122,6 +122,44 @@ def test_a_step_that_does_not_come_times_out(
     assert isinstance(raised.value.__cause__, torchferry.LinkTimeout)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_receiver_learns_at_once_why_the_step_can_not_be_sent(
+    source: Transport, receiver: Transport, pool: ThreadPoolExecutor, waits: bool
+) -> None:
+    if waits:
+        waiting = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 3, SOON)
+        other_step = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 4, SOON)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+    with pytest.raises(torchferry.Unsendable):
+        source.send_checkpoint([1], 3, {"user": {"lock": threading.Lock()}}, SOON)
+    if not waits:
+        waiting = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 3, SOON)
+    with pytest.raises(torchferry.PeerGaveUp, match=r"can't send step 3: user\.lock: .*lock"):
+        waiting.result(2)
+    # The step may be sent again, and others are not affected.
+    source.disallow_checkpoint()
+    with pytest.raises(torchferry.CheckpointTimeout, match="timed out"):
+        receiver.recv_checkpoint(0, source.metadata(), 3, timedelta(milliseconds=100))
+    source.send_checkpoint([1], 3, {"w": 1}, SOON)
+    assert receiver.recv_checkpoint(0, source.metadata(), 3, SOON) == {"w": 1}
+    if waits:
+        source.send_checkpoint([1], 4, {"w": 2}, SOON)
+        assert other_step.result(10) == {"w": 2}
+
+
+def test_a_receive_outlives_a_source_that_can_not_send(
+    source: Transport, receiver: Transport, pool: ThreadPoolExecutor
+) -> None:
+    with transport() as other:
+        both = f"{source.metadata()} {other.metadata()}"
+        waiting = pool.submit(receiver.recv_checkpoint, 0, both, 3, SOON)
+        with pytest.raises(torchferry.Unsendable):
+            source.send_checkpoint([1], 3, {"lock": threading.Lock()}, SOON)
+        other.send_checkpoint([1], 3, {"w": 1}, SOON)
+        assert waiting.result(10) == {"w": 1}
+
+
 def test_without_a_timeout_that_of_the_transport_holds(source: Transport) -> None:
     with transport(0.2) as receiver:
         for none in (None, timedelta(0), 0):

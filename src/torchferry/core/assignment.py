@@ -140,7 +140,6 @@ class _Wanted:
             self._parts[path].append(part)
         self._paths = {rank: {path for path, _ in numbers[rank]} for rank in sources}
         self._lost: defaultdict[tuple[Path, str], list[int]] = defaultdict(list)
-        self._lost_empty: defaultdict[tuple[Path, str], list[int]] = defaultdict(list)
         self._own: set[Path] = set()
 
     def by(self, rank: int, table: Table) -> tuple[int, dict[Key, int]]:
@@ -167,10 +166,9 @@ class _Wanted:
             if path not in parts and part is not None:
                 # The moments of an optimizer are split as its parameters are, also on a mesh of other ranks.
                 part = positions.get(part.layout, part)
-            if part in empty and part not in self._parts[path]:
-                if path not in parts:
-                    self._lost_empty[path, part.position].append(rank)
-                continue
+            can_build = path in parts or len(model.leaves[leaf].parts) == 1
+            if part in empty and part not in self._parts[path] and can_build:
+                continue  # the receiver keeps its own tensor, or creates one without elements
             key = self._key(path, part, rank, is_tensor=bool(model.leaves[leaf].parts))
             if key is not None:
                 numbers[key] = number
@@ -191,13 +189,11 @@ class _Wanted:
         return None
 
     def raise_if_lost(self) -> None:
-        # A part without bytes for which there is no tensor yet can't be made up either, but it is no loss.
-        found = self._lost or self._lost_empty
-        if not found:
+        if not self._lost:
             return
-        lost = [LostPart(format_path(path), where, tuple(who)) for (path, where), who in found.items()]
+        lost = [LostPart(format_path(path), where, tuple(who)) for (path, where), who in self._lost.items()]
         served = [path for path in self._parts if path not in self._own]
-        hints = wrapper_hints(served, [path for path, _ in found if path not in self._parts])
+        hints = wrapper_hints(served, [path for path, _ in self._lost if path not in self._parts])
         advice = (
             f"{show_ranks(list(self._sources))} {'has' if len(self._sources) == 1 else 'have'} the version: "
         )

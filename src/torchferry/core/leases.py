@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from torchferry.core.machine import Machine
 from torchferry.core.pull import LEASE_S, MAX_PEERS, LeaseRequest, LeaseState, Peer, Result, fits
 from torchferry.core.text import show_name, show_text
-from torchferry.errors import BadArgument, LinkBroken, NoSuchVersion
+from torchferry.errors import BadArgument, LinkBroken, NoSuchVersion, PeerGaveUp
 
 MAX_LEASES = 1024
 """How many leases may be open."""
@@ -100,6 +100,7 @@ class Leases(Generic[HeldT]):
         self._ended: deque[tuple[float, str, Reader]] = deque(maxlen=MAX_ENTRIES)  # start, lease, entry
         self._sending: Counter[Lease[HeldT]] = Counter()
         self._confirmed: dict[tuple[str, int], int] = {}
+        self._given_up: dict[str, tuple[int, str]] = {}  # version and reason, by name
 
     # Versions.
 
@@ -121,8 +122,13 @@ class Leases(Generic[HeldT]):
         self.current[name] = held
         self._confirmed.pop((name, held.version), None)
 
+    def give_up(self, name: str, version: int, reason: str) -> None:
+        """Refuse leases on a version that can't be published, until another one is, or the name withdrawn."""
+        self._given_up[name] = version, reason
+
     def withdraw(self, name: str) -> None:
         """Give out no more leases on a name."""
+        self._given_up.pop(name, None)
         if name in self.current:
             self._replaced.append(self.current.pop(name))
 
@@ -142,13 +148,16 @@ class Leases(Generic[HeldT]):
 
         `host` is where the receiver connects from.
 
-        Raises NoSuchVersion if the name or the version is not there, and LinkBroken if the source is closed
-        or has too many readers.
+        Raises NoSuchVersion if the name or the version is not there, PeerGaveUp if it will not be there, and
+        LinkBroken if the source is closed or has too many readers.
         """
         if self.is_closed:
             raise LinkBroken("the source is closed")
         current = self.current.get(request.name)
         if current is None or not fits(request, current.version):
+            version, reason = self._given_up.get(request.name, (None, ""))
+            if version is not None and version == request.version:
+                raise PeerGaveUp(reason)
             if request.newer_than is None:
                 raise NoSuchVersion(self._explain(request, current))
             return None

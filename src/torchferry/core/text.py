@@ -5,6 +5,8 @@ A peer chooses its keys and names. They must not fill a log, forge a line in it,
 
 from itertools import islice
 
+from torchferry.errors import what_of
+
 MAX_CHARACTERS = 200
 _MAX_ITEMS = 6
 _MAX_DEPTH = 3
@@ -52,6 +54,11 @@ def show_text(text: str, max_characters: int = 1000) -> str:
     printable = "".join(c if c.isprintable() else " " for c in text[: 2 * max_characters])
     line = " ".join(printable.split())
     return line if len(line) <= max_characters else f"{line[:max_characters]}…"
+
+
+def show_error(error: BaseException) -> str:
+    """Return what happened, on one line, to tell a peer."""
+    return show_text(what_of(error))
 
 
 def show_difference(one: str, two: str) -> tuple[str, str]:

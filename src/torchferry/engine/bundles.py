@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from msgspec import structs
 
 from torchferry.core.compare import Rule, compare
@@ -33,8 +34,8 @@ from torchferry.errors import (
 from torchferry.links.address import Address
 from torchferry.tensors.assemble import container_builders
 from torchferry.tensors.describe import Description
-from torchferry.tensors.kinds import RebuildContext, part_of, properties_of
-from torchferry.tensors.memory import CPU
+from torchferry.tensors.kinds import RebuildContext, kind_named, part_of, properties_of
+from torchferry.tensors.memory import CPU, DTYPES
 
 _JOIN_S = 1.0
 """How long an interrupted call waits for its threads to stop."""
@@ -209,8 +210,12 @@ def receive_state(
     receiving.run(atomic=atomic)
     received = receiving.values()
     builders = container_builders(tree)
-    leaves = [received.get(path, own.get(path)) for path, _ in occurrences(tree)]
+    have = {**own, **received}
     try:
+        leaves = [
+            have[path] if path in have else _empty_shard(tree, leaf, local, context)
+            for path, leaf in occurrences(tree)
+        ]
         state = rebuild_places(
             tree, leaves, lambda number, children: builders[number](children), loading.place
         )
@@ -220,6 +225,16 @@ def receive_state(
     report = receiving.report()
     extra_bytes = report.extra_bytes + loading.extra_bytes
     return state, replace(report, loaded=tuple(map(format_path, loading.objects)), extra_bytes=extra_bytes)
+
+
+def _empty_shard(tree: Manifest, number: int, local: Description, context: RebuildContext) -> object:
+    """Create a shard without elements, such as that of a moment, where the parameter has no row either."""
+    leaf, ours = tree.leaves[number], local.manifest
+    found, wanted = {part.layout: each for each in ours.leaves if (part := part_of(each))}, part_of(leaf)
+    assert wanted is not None, "only a shard that the local tensors of its layout lack too is not received"
+    shape = ours.tensors[found[wanted.layout].parts[0]].shape
+    empty = torch.empty(shape, dtype=DTYPES[tree.tensors[leaf.parts[0]].dtype], device=CPU)
+    return kind_named(leaf.kind).rebuild(leaf, [empty], context)
 
 
 def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path, int]:

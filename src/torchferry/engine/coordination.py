@@ -22,6 +22,7 @@ from torchferry.core.agreement import (
     Join,
     Post,
     Refusal,
+    TargetVersion,
     answer_decoder,
     choose_target,
     late,
@@ -31,7 +32,7 @@ from torchferry.core.agreement import (
 )
 from torchferry.core.assignment import Assignment, Table, assign
 from torchferry.core.codec import decode_manifest, decode_value
-from torchferry.core.pull import CHANGED, LEASE_ENDED, NOTHING, OK
+from torchferry.core.pull import CHANGED, LEASE_ENDED, OK
 from torchferry.engine.deadlines import left_s
 from torchferry.errors import (
     FerryError,
@@ -49,7 +50,7 @@ from torchferry.tensors.kinds import part_of
 
 logger = logging.getLogger(__name__)
 
-_POST, _WATCH = "/v1/sync", "/v1/sync/watch"
+_POST = "/v1/sync"
 
 _POLL_S = 0.02
 """How often a rank looks up the address of the coordinator until it can connect."""
@@ -66,9 +67,11 @@ _DEAD_S = 0.5
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
-_GRACE_S = 1.0
-"""How long a rank waits for an answer after its deadline: the coordinator answers at its own deadline, with
-the ranks that are missing. Also the timeout of short requests."""
+LATE_S = 0.4
+"""How long a rank waits for an answer after its deadline, at which the coordinator names who is missing."""
+
+_SHORT_S = 1.0
+"""The timeout of requests that are answered at once."""
 
 CALLED = "called"
 """In the store, in place of an address: the rank has called, but its call is over."""
@@ -104,8 +107,6 @@ class Coordinator:
         # The ranks that wait for an answer, or may not have read their last one.
         self._waiting: set[int] = set()
         self._assignment: Assignment | Refusal | None = None
-        self._watched: set[int] = set()  # the ranks that have a thread in `_watch`
-        self._looks = False
         self._closed: str | None = None
         self.ranks: Mapping[int, Join] = {}
 
@@ -115,7 +116,8 @@ class Coordinator:
             if self._rank in self._answered and self._closed is None:
                 others = self._connections.keys() - {self._rank}
                 self._changed.wait_for(
-                    lambda: not (others & self._waiting & self._connections.keys()), _LAST_S
+                    lambda: not (others & self._waiting & self._connections.keys()),
+                    min(_LAST_S, self._left_s(self._rank) + LATE_S),
                 )
             self._closed = self._closed or reason
             self._changed.notify_all()
@@ -136,11 +138,6 @@ class Coordinator:
 
     def answer(self, request: Request) -> Response:
         """Wait until all ranks have taken the step that this rank posts, and answer it."""
-        if request.path == _WATCH:
-            with self._changed:
-                while self._closed is None and self._is_connected(request.connection):
-                    self._changed.wait(_LOOK_S)
-            return Response(NOTHING)
         post = decode_value(request.body, post_decoder)
         with self._changed:
             is_over = self._closed is not None or self._assignment is not None
@@ -155,7 +152,7 @@ class Coordinator:
                 if not self._is_connected(request.connection):
                     self._lose(post.rank, _LOST)
                     return _lease_ended(_LOST)
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(min(_LOOK_S, self._left_s(post.rank)))
             if isinstance(answer, Refusal):
                 self._assignment = answer  # every rank gets it, even if the ranks that caused it leave
             if isinstance(answer, (Finished, Refusal)):
@@ -166,6 +163,8 @@ class Coordinator:
 
     def _note(self, post: Post, connection: int) -> None:
         rank, known = post.rank, self._said.get(post.rank, Post(post.rank))
+        if rank == self._rank and rank not in self._said:
+            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
         news = {name: value for name, value in structs.asdict(post).items() if value is not None}
         self._said[rank] = post if post.join is not None else structs.replace(known, **news)
         self._connections[rank] = connection
@@ -178,19 +177,10 @@ class Coordinator:
         self._gone.pop(rank, None)
         if post.failed is not None:
             self._lose(rank, post.failed)
-        if post.gone:
-            # An earlier coordinator was lost. A rank that has not connected to this one may be lost too.
-            for other, join in self.ranks.items():
-                if other not in (*self._said, *self._gone, *self._watched):
-                    self._watched.add(other)
-                    threading.Thread(target=self._watch, args=(other, join.coordinator), daemon=True).start()
-        if rank == self._rank and not self._looks:
-            self._looks = True
-            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
         self._changed.notify_all()
 
     def _look_for_dead(self) -> None:
-        """Until all ranks have joined, note those that were killed before they could connect to this one."""
+        """Until all ranks have posted, note those that were killed before they could connect to this one."""
         dead: dict[str, float] = {}  # since when, by address
         while True:
             with self._changed:
@@ -198,34 +188,20 @@ class Coordinator:
                     return
                 missing = self._missing()
             for rank in missing:
-                address = None
+                # If an earlier coordinator was lost, all addresses are known, and the store may be lost too.
+                known, address = self.ranks.get(rank), None
                 with suppress(FerryError):
-                    address = self._look_up(rank)
+                    address = self._look_up(rank) if known is None else known.coordinator
                 if not address or address == CALLED or _can_be_reached(address):
                     continue
-                if time.monotonic() - dead.setdefault(address, time.monotonic()) >= _DEAD_S:
+                since_s = dead.setdefault(address, time.monotonic())
+                if known is not None or time.monotonic() >= since_s + _DEAD_S:
                     with self._changed:
                         if rank in self._missing():
                             self._lose(rank, _LOST)
 
     def _missing(self) -> list[int]:
         return [each for each in range(self._size) if each not in self._said and each not in self._gone]
-
-    def _watch(self, rank: int, address: str) -> None:
-        """Hold a connection to a rank that has not posted yet, and mark the rank as lost when it closes."""
-        reason = "it ended its call"
-        try:
-            left_s = max(self._deadline_s - time.monotonic(), _GRACE_S)
-            connection = HttpConnection(parse_address(address), None, _GRACE_S)
-            try:
-                connection.request("POST", _WATCH, timeout_s=left_s)
-            finally:
-                connection.close()
-        except LinkError as error:
-            reason = error.what
-        with self._changed:
-            if rank not in self._said:
-                self._lose(rank, reason)
 
     # The rules of each step. Callers hold the lock.
 
@@ -234,63 +210,77 @@ class Coordinator:
         mine = self._said[rank]
         if mine.failed is not None:
             return Go()
-        here = {each: self._said.get(each) for each in range(self._size) if each not in self._gone}
-        said = {each: post for each, post in here.items() if post is not None and post.join is not None}
-        is_late = time.monotonic() >= min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
-        if isinstance(self._assignment, Refusal) and not mine.done:
-            return self._assignment
-        if len(said) < len(here) and not mine.done:
-            return late(here.keys() - said.keys(), "join") if is_late else None
+        posts = {each: self._said.get(each, Post(each)) for each in range(self._size)}
+        here = {each: post for each, post in posts.items() if each not in self._gone}
         if mine.done:
-            waiting = {each for each in here if each not in said or not said[each].done}
-            if waiting and not is_late:
-                return None
-            for each in here.keys() - waiting - self._answered:
-                if not self._is_connected(self._connections.get(each, 0)):
-                    self._lose(each, _LOST)
-            return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
-        unfinished = {each: post for each, post in said.items() if not post.done}
-        if mine.ready == self._rank:
-            waiting = {each for each, post in unfinished.items() if post.ready != self._rank}
-            return Go() if not waiting else late(waiting, "ready") if is_late else None
-        if self._assignment is None:
-            target = choose_target({each: post.join for each, post in said.items() if post.join}, self._gone)
-            if isinstance(target, Refusal) or mine.has is None or mine.has.version != target.version:
-                return target
-            waiting = {each for each, post in unfinished.items() if _version_of(post.has) != target.version}
-            if waiting:
-                return late(waiting, "has") if is_late else None
-            self._assignment = self._assign(unfinished, target.version)
+            return self._finish(rank, {each for each, post in here.items() if not post.done})
         if isinstance(self._assignment, Refusal):
             return self._assignment
-        manifests = {each: post.has.manifest for each, post in said.items() if post.has is not None}
+        if absent := {each for each, post in here.items() if post.join is None}:
+            return self._late(rank, absent, "join")
+        here = {each: post for each, post in here.items() if not post.done}
+        if mine.ready == self._rank:
+            waiting = {each for each, post in here.items() if post.ready != self._rank}
+            return self._late(rank, waiting, "ready") if waiting else Go()
+        return self._order(rank, here)
+
+    def _order(self, rank: int, posts: Mapping[int, Post]) -> Answer | None:
+        """Answer `join` and `has`, given the posts of all ranks that have joined and are not done."""
+        said = [(each, post) for each, post in self._said.items() if each not in self._gone]
+        if self._assignment is None:
+            target = choose_target({each: post.join for each, post in said if post.join}, self._gone)
+            if isinstance(target, Refusal):
+                return target
+            described = {
+                n: each.has for n, each in posts.items() if each.has and each.has.version == target.version
+            }
+            if rank not in described:
+                return target
+            if waiting := posts.keys() - described.keys():
+                return self._late(rank, waiting, "has")
+            self._assignment = _assign(described, target)
+        if isinstance(self._assignment, Refusal):
+            return self._assignment
+        manifests = {each: post.has.manifest for each, post in said if post.has is not None}
         return order_for(rank, self._rank, self._assignment, manifests)
 
-    def _assign(self, posts: Mapping[int, Post], version: int) -> Assignment | Refusal:
-        sources: dict[int, Table] = {}
-        receivers: dict[int, Table] = {}
-        trust = None
-        for rank, post in posts.items():
-            assert post.join is not None, "ranks are assigned when all have joined"
-            assert post.has is not None, "ranks are assigned when all have described their state"
-            trust, has = post.join.trust, post.has
-            digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
-            tables = sources if post.join.version == version else receivers
-            manifest = decode_manifest(has.manifest)
-            tables[rank] = Table(post.join.global_rank, manifest, digests, has.per_rank, has.optional)
-        try:
-            return assign(sources, receivers, trust, part_of)
-        except (PartsLost, ReplicasDiffer) as error:
-            return refusal_of(error)
+    def _finish(self, rank: int, waiting: set[int]) -> Answer | None:
+        """Answer `done`, while the ranks in `waiting` are not."""
+        if waiting and self._left_s(rank):
+            return None
+        for each in range(self._size):
+            is_here = each not in self._gone and each not in waiting | self._answered
+            if is_here and not self._is_connected(self._connections.get(each, 0)):
+                self._lose(each, _LOST)
+        return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
+
+    def _late(self, rank: int, waiting: set[int], step: str) -> Refusal | None:
+        return None if self._left_s(rank) else late(waiting, step)
+
+    def _left_s(self, rank: int) -> float:
+        """Return how long a rank can wait for its answer."""
+        deadline_s = min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
+        return max(deadline_s - time.monotonic(), 0.0)
 
 
-def _version_of(has: Has | None) -> int | None:
-    return None if has is None else has.version
+def _assign(described: Mapping[int, Has], target: TargetVersion) -> Assignment | Refusal:
+    sources: dict[int, Table] = {}
+    receivers: dict[int, Table] = {}
+    for rank, has in described.items():
+        join = target.ranks[rank]
+        digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
+        tables = sources if join.version == target.version else receivers
+        manifest = decode_manifest(has.manifest)
+        tables[rank] = Table(join.global_rank, manifest, digests, has.per_rank, has.optional)
+    try:
+        return assign(sources, receivers, target.ranks[rank].trust, part_of)
+    except (PartsLost, ReplicasDiffer) as error:
+        return refusal_of(error)
 
 
 def _can_be_reached(address: str) -> bool:
     try:
-        HttpConnection(parse_address(address), None, _GRACE_S).close()
+        HttpConnection(parse_address(address), None, _SHORT_S).close()
     except LinkError:
         return False
     return True
@@ -347,7 +337,7 @@ class Member:
             post = structs.replace(post, left_s=left_s(self._deadline_s))
             try:
                 head = self._connection.request(
-                    "POST", _POST, msgpack.encode(post), timeout_s=left_s(self._deadline_s) + _GRACE_S
+                    "POST", _POST, msgpack.encode(post), timeout_s=left_s(self._deadline_s) + LATE_S
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
@@ -378,12 +368,13 @@ class Member:
         if self._connection is None:
             return
         post = msgpack.encode(Post(self._rank, failed=reason))
-        self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
+        timeout_s = min(_SHORT_S, left_s(self._deadline_s) + LATE_S)
+        self._connection.request("POST", _POST, post, timeout_s=timeout_s)
         if self.coordinator == self._rank and len(self.ranks) > 1:
             self.close()
             self._gone[self._rank] = reason
             self._connection = self._connect()
-            self._connection.request("POST", _POST, post, timeout_s=_GRACE_S)
+            self._connection.request("POST", _POST, post, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection."""
@@ -424,7 +415,8 @@ class Member:
             time.sleep(_POLL_S)
 
     def _absent(self) -> FerryError:
-        absent = [rank for rank in range(self._size) if not self._look_up(rank)] or [self.coordinator]
-        return LinkTimeout(
-            f"{show_ranks(absent)} did not call it in time; nothing was written", peer=absent[0]
-        )
+        absent = [rank for rank in range(self._size) if not self._look_up(rank)]
+        what = f"{show_ranks(absent)} did not call it in time"
+        if not absent:
+            absent, what = [self.coordinator], f"rank {self.coordinator} called it, but its call is over"
+        return LinkTimeout(f"{what}; nothing was written", peer=absent[0])

@@ -24,7 +24,7 @@ from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport
 from torchferry.core.schedule import OVERDUE_S, PEER_S
-from torchferry.core.text import show_text
+from torchferry.core.text import show_error
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
 from torchferry.engine.caller import Caller, ProgressEvent
@@ -51,7 +51,6 @@ from torchferry.errors import (
     PeerGaveUp,
     StateError,
     StateMismatch,
-    what_of,
 )
 from torchferry.links.address import Address
 from torchferry.tensors.describe import Description, describe_target
@@ -428,7 +427,7 @@ class _Fetch(Phases):
 
     def result_of(self, error: BaseException) -> Result:
         """Return what to tell the sources about a fetch that failed."""
-        reason = show_text(what_of(error))
+        reason = show_error(error)
         if self._machine.state is FetchState.COMPARING and isinstance(error, (StateMismatch, PeerError)):
             self._machine.advance(FetchState.REFUSED)
             return Result("refused", reason)

@@ -152,7 +152,11 @@ def publish(
     block = memory.take(plan.payload_bytes) if snapshot else None
     digests: list[int] = []
     start = 0
+    known = {} if snapshot else workspace.digests
     for chunk in plan.chunks:
+        if known and (found := known.get((source.address(chunk), chunk.nbytes))) is not None:
+            digests.append(found)
+            continue
         if block is None:
             buffer = source.read(chunk)
         else:
@@ -174,7 +178,10 @@ def publish(
 
 
 def digest_leaves(described: Description, workspace: Workspace) -> list[bytes]:
-    """Return the digest of each leaf of a state; raises Unsendable if its views are too irregular."""
+    """Return the digest of each leaf of a state; raises Unsendable if its views are too irregular.
+
+    The workspace keeps the digests of blocks that `publish` would hash again.
+    """
     encoded = metadata.encode(described.manifest, workspace.cache)
     try:
         # Without packing, every extent has chunks of its own, in order.
@@ -182,8 +189,12 @@ def digest_leaves(described: Description, workspace: Workspace) -> list[bytes]:
         source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")
         hashers = [xxh3_128() for _ in plan.extents]
         for chunk in plan.chunks:
-            buffer = source.read(chunk)
-            hashers[chunk.pieces[0].extent].update(view(buffer.cpu()))
+            buffer, address = source.read(chunk), source.address(chunk)
+            for start, block in enumerate(buffer.split(PULL_CHUNK_BYTES)):
+                found = digest(block)
+                hashers[chunk.pieces[0].extent].update(found.to_bytes(8, "little"))
+                if address is not None:
+                    workspace.digests[address + start * PULL_CHUNK_BYTES, block.nbytes] = found
             source.release(chunk, buffer)
         return leaf_digests(described.manifest, plan.extents, [hasher.digest() for hasher in hashers])
     except TooIrregular as error:

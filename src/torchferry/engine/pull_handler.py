@@ -11,7 +11,7 @@ from torchferry.core.codec import decode_value
 from torchferry.core.leases import Lease
 from torchferry.engine.published import Published
 from torchferry.engine.shelf import Shelf
-from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, StateError
+from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, PeerGaveUp, StateError
 from torchferry.links.http_server import Request, Response
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class PullHandler:
         except LinkBroken as error:
             # The lease has ended, or the source grants none: it is closed or has too many readers.
             return _failure(pull.LEASE_ENDED, error.what)
+        except PeerGaveUp as error:
+            return _failure(pull.CHANGED, error.what)
         except PeerError as error:
             return _failure(pull.BAD_REQUEST, error.what)
         except StateError as error:

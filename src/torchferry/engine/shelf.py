@@ -72,6 +72,11 @@ class Shelf:
             self._free_unused()
             self._release(lambda lease: lease.name == name, timeout_s, readers)
 
+    def give_up(self, name: str, version: int, reason: str) -> None:
+        """Refuse leases on a version that can't be published, also to those who wait for it."""
+        with self._locked() as leases:
+            leases.give_up(name, version, reason)
+
     def stop_granting(self) -> None:
         """Give out no more leases, and end requests that wait for a version."""
         with self._changed:
@@ -157,8 +162,7 @@ class Shelf:
 
         None if nothing newer than the requested version came within `wait_s`.
 
-        Raises NoSuchVersion if the name or version is not there, and LinkBroken if the source is closed
-        or has too many readers.
+        Raises what `Leases.grant` raises.
         """
         deadline_s = time.monotonic() + wait_s
         with self._changed:

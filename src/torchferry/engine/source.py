@@ -69,6 +69,13 @@ class ChunkSource:
             return True
         return not self.can_access(self.description.memories[piece.storage].device)
 
+    def address(self, chunk: Chunk) -> int | None:
+        """Return where a chunk begins in memory; None if it has several pieces, or gaps."""
+        piece = chunk.pieces[0]
+        if len(chunk.pieces) > 1 or piece.repeats:
+            return None
+        return run_of(self.description.memories[piece.storage], piece).data_ptr()
+
     def read(self, chunk: Chunk) -> torch.Tensor:
         """Return the bytes of a chunk: a staging buffer, or the memory of the state itself."""
         if not self.must_stage(chunk):

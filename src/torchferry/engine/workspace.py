@@ -24,11 +24,15 @@ _MIN_ENTRY_BYTES = 1 << 10
 
 
 class Workspace:
-    """Shared by the transfers of one transport. Threads may use it at the same time."""
+    """Shared by the transfers of one transport. Threads may use it at the same time.
+
+    `digests` has those of memory that does not change as long as the workspace is used, by address and size.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.staging = Staging(device)
         self.cache = Cache()
+        self.digests: dict[tuple[int | None, int], int] = {}
 
 
 class Cache:
