@@ -114,6 +114,17 @@ def nested_containers(depth: int) -> Special:
     return found
 
 
+def fields(*each: list[Any], itemsize: int = 8, aligned: bool = False) -> list[object]:
+    """Return a structured dtype: of each field the name, title, dtype, shape and offset."""
+    return [list(each), itemsize, aligned]
+
+
+def nested_fields(levels: int) -> bytes:
+    """Return an encoded dtype of one field that has one field, and so on."""
+    head, _, tail = encode_value(fields(["a", None, "inner", [], 0])).partition(encode_value("inner"))
+    return head * levels + encode_value("<i8") + tail * levels
+
+
 def dtype(descr: object) -> bytes:
     """Return the frame of one numpy scalar."""
     return special(41, [descr, b"\x00" * 8])
@@ -121,7 +132,7 @@ def dtype(descr: object) -> bytes:
 
 CODES = (
     *(1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43),
-    *(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58),
+    *(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59),
 )
 _PAYLOADS: dict[str, object] = {
     "none": None,
@@ -178,17 +189,19 @@ attacks(
         "is_a_flag_by_true": lambda: special(40, [NAME + "Switches", True]),
         "is_a_flag_by_a_float": lambda: special(40, [NAME + "Switches", 1.0]),
         "is_a_scalar_of_objects": lambda: dtype("|O"),
-        "is_a_scalar_of_fields_of_objects": lambda: dtype([["a", "|O"]]),
+        "is_a_scalar_of_fields_of_objects": lambda: dtype(fields(["a", None, "|O", [], 0])),
         "is_a_scalar_of_two_gigabytes": lambda: dtype("|V2147483647"),
         "is_a_scalar_beyond_two_gigabytes": lambda: dtype("|V99999999999"),
-        "is_a_scalar_of_a_huge_subarray": lambda: dtype([["a", "<f8", [2**31]]]),
-        "is_a_scalar_of_a_subarray_of_lists": lambda: dtype([["a", "<f8", ["x"]]]),
+        "is_a_scalar_of_a_huge_subarray": lambda: dtype(fields(["a", None, "<f8", [2**31], 0])),
+        "is_a_scalar_of_a_subarray_of_lists": lambda: dtype(fields(["a", None, "<f8", ["x"], 0])),
         "is_a_scalar_of_a_comma_string": lambda: dtype("i4, (" + "(" * 10_000),
         "is_a_scalar_of_a_python_expression": lambda: dtype("(__import__('os').getpid(),)i4"),
         "is_a_scalar_of_a_type_and_fields": lambda: dtype(["<i8", [["a", "|O"]]]),
-        "is_a_scalar_of_a_field_twice": lambda: dtype([["a", "<i4"], ["a", "<i4"]]),
+        "is_a_scalar_of_a_field_twice": lambda: dtype(
+            fields(["a", None, "<i4", [], 0], ["a", None, "<i4", [], 4])
+        ),
         "is_a_scalar_of_no_fields": lambda: dtype({}),
-        "is_a_scalar_of_a_field_without_type": lambda: dtype([["a"]]),
+        "is_a_scalar_of_a_field_without_type": lambda: dtype(fields(["a", None])),
         "is_a_scalar_of_fields_in_fields": lambda: value(
             Special(41, b"\x92" + b"\x91\x92\xa1a" * 5000 + b"\xa3<i4\xc4\x01a")
         ),
@@ -221,7 +234,19 @@ attacks(
         "is_a_finfo_of_a_function": lambda: special(38, "load"),
         "is_a_finfo_of_ints": lambda: special(38, "int8"),
         "is_an_iinfo_of_floats": lambda: special(39, "float32"),
-        "is_a_dtype_of_objects": lambda: special(42, "|O"),
+        "is_a_dtype_of_a_python_expression": lambda: special(42, "(__import__('os').getpid(),)i4"),
+        "is_a_dtype_of_objects_that_overlap_numbers": lambda: special(
+            42, fields(["a", None, "|O", [], 0], ["b", None, "<i8", [], 0])
+        ),
+        "is_a_dtype_of_a_field_beyond_its_item": lambda: special(42, fields(["a", None, "<i8", [], 100])),
+        "is_a_dtype_of_a_field_at_a_misaligned_offset": lambda: special(
+            42, fields(["a", None, "<i4", [], 3], aligned=True)
+        ),
+        "is_a_dtype_of_a_huge_item": lambda: special(42, fields(["a", None, "<i8", [], 0], itemsize=2**62)),
+        "is_a_dtype_nested_a_hundred_thousand_deep": lambda: value(Special(42, nested_fields(100_000))),
+        "is_a_time_zone_in_another_directory": lambda: special(59, "../../../etc/localtime"),
+        "is_a_time_zone_at_an_absolute_path": lambda: special(59, "/etc/localtime"),
+        "is_a_time_zone_in_another_package": lambda: special(59, "..os.path/UTC"),
         "is_a_subclass_of_str_made_of_a_number": lambda: special(43, [NAME + "Text", 1]),
         "is_a_subclass_of_str_that_is_an_enum": lambda: special(43, [NAME + "Mode", "TRAIN"]),
         "is_a_subclass_of_int_that_is_a_flag": lambda: special(43, [NAME + "Switches", 1]),
