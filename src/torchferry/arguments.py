@@ -28,10 +28,10 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def check_int(value: object, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """Return an int that lies between two limits. Ints of numpy and all that has `__index__` count too."""
+    """Return an int that lies between two limits. What has `__index__` counts, but no bool and no tensor."""
     expected = f"an int from {low} to {high}" if low > -(2**63) else "an int of 64 bits"
     found: int | None = None
-    if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
+    if not isinstance(value, (bool, torch.Tensor)):
         with suppress(TypeError):
             found = operator.index(value)  # type: ignore[arg-type]
     require(found is not None and low <= found <= high, name, expected, value)

@@ -86,7 +86,7 @@ def test_versions_must_grow_until_the_name_is_withdrawn() -> None:
         assert fetch(source.address).version == -1
 
 
-@pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), torch.tensor(3)])
+@pytest.mark.parametrize("version", [np.int64(3), np.uint8(3)])
 def test_whatever_is_an_index_is_a_version_and_becomes_an_int(version: Any) -> None:
     with serve({"a": 1}, version) as source:
         source.publish({"a": 2}, version + 1)
@@ -98,9 +98,7 @@ def test_whatever_is_an_index_is_a_version_and_becomes_an_int(version: Any) -> N
         assert source.status().versions == {"state": 3}
 
 
-@pytest.mark.parametrize(
-    "version", [1.0, "1", True, None, 2**63, np.True_, np.float64(1), torch.tensor(True), torch.tensor(1.0)]
-)
+@pytest.mark.parametrize("version", [1.0, "1", True, None, 2**63, np.True_, np.float64(1), torch.tensor(3)])
 def test_a_version_is_an_int_of_64_bits(version: Any) -> None:
     with Source() as source, pytest.raises(ValueError, match="version must be an int"):
         source.publish({}, version=version)
