@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
-from torchferry.engine.published import SnapshotMemory, digest_leaves, publish
+from torchferry.engine.published import SnapshotMemory, publish
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.serve import PullHandler
 from torchferry.engine.shelf import Readers, Shelf
@@ -21,7 +21,6 @@ from torchferry.links.address import Address, is_token, listen, parse_host, reac
 from torchferry.links.forks import close_after_fork
 from torchferry.links.http_server import Handler, HttpServer
 from torchferry.links.sockets import listen_locally
-from torchferry.tensors.describe import Description
 from torchferry.tensors.memory import CPU
 
 
@@ -88,7 +87,7 @@ class Source:
         own_port = self._listens_at[1]
         named = parse_host(advertise or reachable_host(listener), own_port)
         self._address = Address(*named, token, tls is not None)
-        self._workspace = Workspace(CPU)
+        self.workspace = Workspace(CPU)
         self._lock = threading.Lock()
         # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
         self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
@@ -159,7 +158,7 @@ class Source:
             self._shelf.check_version(name, version)
             self._shelf.make_room(name, deadline_s - time.monotonic(), readers)
             published = publish(
-                state, version, self._workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
+                state, version, self.workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
             )
             self._shelf.put(name, published, deadline_s - time.monotonic(), readers)
         finally:
@@ -214,10 +213,6 @@ class Source:
     def resharing(self) -> Resharing:
         """Return what `fetch(reshare=source)` uses to serve chunks at this source's port."""
         return Resharing(self._server, *self._listens_at)
-
-    def digest_leaves(self, described: Description) -> list[bytes]:
-        """Return the digest of each leaf of a state. `publish` does not hash the same memory again."""
-        return digest_leaves(described, self._workspace)
 
     def attach(self, handler: Handler) -> str:
         """Serve a handler at this source's port, and return its address, with a token of its own."""

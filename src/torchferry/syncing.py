@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,8 @@ from torchferry.core.report import FetchReport
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
 from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
-from torchferry.engine.coordination import CALLED, Coordinator, Member
+from torchferry.engine.coordination import CALLED, LATE_S, Coordinator, Member
+from torchferry.engine.published import digest_leaves
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
 from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source
@@ -36,12 +37,6 @@ _MAX_SOURCES = 16
 
 _STORE_S = 5.0
 """How long to wait for one answer of the group's store."""
-
-_FORGET_S = 1.0
-"""How long to wait until the store has forgotten the address of this call."""
-
-_LATE_STORE_S = 0.15
-"""How long to wait for the store after the deadline."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,8 @@ def sync(
     """
     if version is not None:
         version = arguments.check_int(version, "version")
-    paths = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+    given: Any = (per_rank,) if isinstance(per_rank, str) else per_rank
+    paths = tuple(given) if isinstance(given, Iterable) else (None,)
     arguments.require(all(isinstance(each, str) for each in paths), "per_rank", "a list of paths", per_rank)
     return _Call(state, version, group, timeout, atomic, trust, paths, host, f"sync(trust={trust})").run()
 
@@ -194,7 +190,7 @@ class _Call:
         finally:
             member.close()
             with suppress(FerryError):
-                self._ask_store(lambda: self._forget(member, address), _FORGET_S)
+                self._ask_store(lambda: self._forget(member, address), 1.0, late_s=0.05)
             coordinator.close(reason)
             self._source.close(timeout=0.01)
 
@@ -236,7 +232,7 @@ class _Call:
         digests = b""
         if self._version == self._target:
             described = describe(self._state, objects=read_objects(self._state))
-            digests = b"".join(self._source.digest_leaves(described))
+            digests = b"".join(digest_leaves(described, self._source.workspace))
         else:
             described = describe_target(self._state, read_objects(self._state, is_target=True))
         self._described = described
@@ -288,12 +284,13 @@ class _Call:
         for key, (expected, value) in ended.items():
             self._store.compare_set(key, expected, value)
 
-    def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S) -> T:
+    def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S, late_s: float = LATE_S) -> T:
         """Return what `ask` returns; raises LinkBroken if the store fails, and LinkTimeout if it is too slow.
 
-        It runs in a thread, because a store whose process is stopped never answers.
+        It runs in a thread, because a store whose process is stopped never answers. It may answer up to
+        `late_s` after the deadline; later, it is not waited for.
         """
-        timeout_s = min(timeout_s, max(self._deadline_s - time.monotonic(), 0.0) + _LATE_STORE_S)
+        timeout_s = min(timeout_s, max(self._deadline_s - time.monotonic(), 0.0) + late_s)
         found: list[T | Exception] = []
 
         def run() -> None:

@@ -122,7 +122,7 @@ class Transport:
             try:
                 self._source.publish(state_dict, step, snapshot=self._snapshot, copy_up_to=COPIED_BYTES)
             except Exception as error:
-                self._source.give_up(step, f"the source can't send the state of step {step}: {show_error(error)}")
+                self._source.give_up(step, f"the source can't send step {step}: {show_error(error)}")
                 raise
 
     def disallow_checkpoint(self) -> None:

@@ -199,6 +199,14 @@ class TestFailures:
         answers = quad.run(catch_up, [2, None, 1, 2], {})
         assert [answer["values"] for answer in answers] == [[2.0]] * 4
 
+    def test_a_rank_that_calls_when_the_others_have_given_up_is_told_so(self, pair: Cluster) -> None:
+        early = pair.start([(catch_up, ([1, 1], {"timeout": 0.3})), None]).outcomes()[0]
+        late = pair.start([None, (catch_up, ([1, 1], {"timeout": 0.3}))]).outcomes()[1]
+        assert "rank 1 did not call it in time" in str(early.error)
+        assert isinstance(late.error, RemoteError)
+        assert isinstance(late.error.original, TimeoutError)
+        assert "rank 0 called it, but its call is over" in str(late.error)
+
     def test_a_receiver_that_does_not_fit_raises_and_the_others_name_it(self, quad: Cluster) -> None:
         answers = quad.run(sync_another_shape)
         for rank, answer in enumerate(answers):
@@ -233,6 +241,7 @@ class TestFailures:
         for options, message in (
             ({"version": "3"}, "version must be an int"),
             ({"per_rank": [3]}, "per_rank must be a list of paths"),
+            ({"per_rank": None}, "per_rank must be a list of paths, not None"),
             ({}, "there is no process group"),
         ):
             with pytest.raises(torchferry.BadArgument, match=message):

@@ -135,7 +135,7 @@ def test_a_receiver_learns_at_once_why_the_step_can_not_be_sent(
         source.send_checkpoint([1], 3, {"user": {"lock": threading.Lock()}}, SOON)
     if not waits:
         waiting = pool.submit(receiver.recv_checkpoint, 0, source.metadata(), 3, SOON)
-    with pytest.raises(torchferry.PeerGaveUp, match=r"can't send the state of step 3: user\.lock: .*lock"):
+    with pytest.raises(torchferry.PeerGaveUp, match=r"can't send step 3: user\.lock: .*lock"):
         waiting.result(2)
     # The step may be sent again, and others are not affected.
     source.disallow_checkpoint()

@@ -18,9 +18,11 @@ from torchferry.core.agreement import (
     Answer,
     Finished,
     Go,
+    Has,
     Join,
     Post,
     Refusal,
+    Target,
     answer_decoder,
     choose_target,
     late,
@@ -30,7 +32,7 @@ from torchferry.core.agreement import (
 )
 from torchferry.core.assignment import Assignment, Table, assign
 from torchferry.core.codec import decode_manifest, decode_value
-from torchferry.core.pull import CHANGED, LEASE_ENDED, NOTHING, OK
+from torchferry.core.pull import CHANGED, LEASE_ENDED, OK
 from torchferry.errors import (
     FerryError,
     LinkBroken,
@@ -47,7 +49,7 @@ from torchferry.tensors.kinds import part_of
 
 logger = logging.getLogger(__name__)
 
-_POST, _WATCH = "/v1/sync", "/v1/sync/watch"
+_POST = "/v1/sync"
 
 _POLL_S = 0.02
 """How often a rank looks up the address of the coordinator until it can connect."""
@@ -64,7 +66,7 @@ _DEAD_S = 0.5
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
-_LATE_S = 0.3
+LATE_S = 0.4
 """How long a rank waits for an answer after its deadline, at which the coordinator names who is missing."""
 
 _SHORT_S = 1.0
@@ -104,8 +106,6 @@ class Coordinator:
         # The ranks that wait for an answer, or may not have read their last one.
         self._waiting: set[int] = set()
         self._assignment: Assignment | Refusal | None = None
-        self._watched: set[int] = set()  # the ranks that have a thread in `_watch`
-        self._looks = False
         self._closed: str | None = None
         self.ranks: Mapping[int, Join] = {}
 
@@ -116,7 +116,7 @@ class Coordinator:
                 others = self._connections.keys() - {self._rank}
                 self._changed.wait_for(
                     lambda: not (others & self._waiting & self._connections.keys()),
-                    min(_LAST_S, self._left_s(self._rank) + _LATE_S),
+                    min(_LAST_S, self._left_s(self._rank) + LATE_S),
                 )
             self._closed = self._closed or reason
             self._changed.notify_all()
@@ -137,11 +137,6 @@ class Coordinator:
 
     def answer(self, request: Request) -> Response:
         """Wait until all ranks have taken the step that this rank posts, and answer it."""
-        if request.path == _WATCH:
-            with self._changed:
-                while self._closed is None and self._is_connected(request.connection):
-                    self._changed.wait(_LOOK_S)
-            return Response(NOTHING)
         post = decode_value(request.body, post_decoder)
         with self._changed:
             is_over = self._closed is not None or self._assignment is not None
@@ -167,6 +162,8 @@ class Coordinator:
 
     def _note(self, post: Post, connection: int) -> None:
         rank, known = post.rank, self._said.get(post.rank, Post(post.rank))
+        if rank == self._rank and rank not in self._said:
+            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
         news = {name: value for name, value in structs.asdict(post).items() if value is not None}
         self._said[rank] = post if post.join is not None else structs.replace(known, **news)
         self._connections[rank] = connection
@@ -179,19 +176,10 @@ class Coordinator:
         self._gone.pop(rank, None)
         if post.failed is not None:
             self._lose(rank, post.failed)
-        if post.gone:
-            # An earlier coordinator was lost. A rank that has not connected to this one may be lost too.
-            for other, join in self.ranks.items():
-                if other not in (*self._said, *self._gone, *self._watched):
-                    self._watched.add(other)
-                    threading.Thread(target=self._watch, args=(other, join.coordinator), daemon=True).start()
-        if rank == self._rank and not self._looks:
-            self._looks = True
-            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
         self._changed.notify_all()
 
     def _look_for_dead(self) -> None:
-        """Until all ranks have joined, note those that were killed before they could connect to this one."""
+        """Until all ranks have posted, note those that were killed before they could connect to this one."""
         dead: dict[str, float] = {}  # since when, by address
         while True:
             with self._changed:
@@ -199,34 +187,20 @@ class Coordinator:
                     return
                 missing = self._missing()
             for rank in missing:
-                address = None
+                # If an earlier coordinator was lost, all addresses are known, and the store may be lost too.
+                known, address = self.ranks.get(rank), None
                 with suppress(FerryError):
-                    address = self._look_up(rank)
+                    address = self._look_up(rank) if known is None else known.coordinator
                 if not address or address == CALLED or _can_be_reached(address):
                     continue
-                if time.monotonic() - dead.setdefault(address, time.monotonic()) >= _DEAD_S:
+                since_s = dead.setdefault(address, time.monotonic())
+                if known is not None or time.monotonic() >= since_s + _DEAD_S:
                     with self._changed:
                         if rank in self._missing():
                             self._lose(rank, _LOST)
 
     def _missing(self) -> list[int]:
         return [each for each in range(self._size) if each not in self._said and each not in self._gone]
-
-    def _watch(self, rank: int, address: str) -> None:
-        """Hold a connection to a rank that has not posted yet, and mark the rank as lost when it closes."""
-        reason = "it ended its call"
-        try:
-            left_s = max(self._deadline_s - time.monotonic(), _SHORT_S)
-            connection = HttpConnection(parse_address(address), None, _SHORT_S)
-            try:
-                connection.request("POST", _WATCH, timeout_s=left_s)
-            finally:
-                connection.close()
-        except LinkError as error:
-            reason = error.what
-        with self._changed:
-            if rank not in self._said:
-                self._lose(rank, reason)
 
     # The rules of each step. Callers hold the lock.
 
@@ -254,11 +228,16 @@ class Coordinator:
         said = [(each, post) for each, post in self._said.items() if each not in self._gone]
         if self._assignment is None:
             target = choose_target({each: post.join for each, post in said if post.join}, self._gone)
-            if isinstance(target, Refusal) or _version_of(posts[rank]) != target.version:
+            if isinstance(target, Refusal):
                 return target
-            if waiting := {each for each, post in posts.items() if _version_of(post) != target.version}:
+            described = {
+                n: each.has for n, each in posts.items() if each.has and each.has.version == target.version
+            }
+            if rank not in described:
+                return target
+            if waiting := posts.keys() - described.keys():
                 return self._late(rank, waiting, "has")
-            self._assignment = self._assign(posts, target.version)
+            self._assignment = _assign(described, target)
         if isinstance(self._assignment, Refusal):
             return self._assignment
         manifests = {each: post.has.manifest for each, post in said if post.has is not None}
@@ -282,26 +261,20 @@ class Coordinator:
         deadline_s = min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
         return max(deadline_s - time.monotonic(), 0.0)
 
-    def _assign(self, posts: Mapping[int, Post], version: int) -> Assignment | Refusal:
-        sources: dict[int, Table] = {}
-        receivers: dict[int, Table] = {}
-        trust = None
-        for rank, post in posts.items():
-            assert post.join is not None, "ranks are assigned when all have joined"
-            assert post.has is not None, "ranks are assigned when all have described their state"
-            trust, has = post.join.trust, post.has
-            digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
-            tables = sources if post.join.version == version else receivers
-            manifest = decode_manifest(has.manifest)
-            tables[rank] = Table(post.join.global_rank, manifest, digests, has.per_rank, has.optional)
-        try:
-            return assign(sources, receivers, trust, part_of)
-        except (PartsLost, ReplicasDiffer) as error:
-            return refusal_of(error)
 
-
-def _version_of(post: Post) -> int | None:
-    return None if post.has is None else post.has.version
+def _assign(described: Mapping[int, Has], target: Target) -> Assignment | Refusal:
+    sources: dict[int, Table] = {}
+    receivers: dict[int, Table] = {}
+    for rank, has in described.items():
+        join = target.ranks[rank]
+        digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
+        tables = sources if join.version == target.version else receivers
+        manifest = decode_manifest(has.manifest)
+        tables[rank] = Table(join.global_rank, manifest, digests, has.per_rank, has.optional)
+    try:
+        return assign(sources, receivers, target.ranks[rank].trust, part_of)
+    except (PartsLost, ReplicasDiffer) as error:
+        return refusal_of(error)
 
 
 def _can_be_reached(address: str) -> bool:
@@ -363,7 +336,7 @@ class Member:
             post = structs.replace(post, left_s=self._left_s())
             try:
                 head = self._connection.request(
-                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + _LATE_S
+                    "POST", _POST, msgpack.encode(post), timeout_s=self._left_s() + LATE_S
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
@@ -394,7 +367,7 @@ class Member:
         if self._connection is None:
             return
         post = msgpack.encode(Post(self._rank, failed=reason))
-        timeout_s = min(_SHORT_S, self._left_s() + _LATE_S)
+        timeout_s = min(_SHORT_S, self._left_s() + LATE_S)
         self._connection.request("POST", _POST, post, timeout_s=timeout_s)
         if self.coordinator == self._rank and len(self.ranks) > 1:
             self.close()
@@ -442,7 +415,8 @@ class Member:
             time.sleep(_POLL_S)
 
     def _absent(self) -> FerryError:
-        absent = [rank for rank in range(self._size) if not self._look_up(rank)] or [self.coordinator]
-        return LinkTimeout(
-            f"{show_ranks(absent)} did not call it in time; nothing was written", peer=absent[0]
-        )
+        absent = [rank for rank in range(self._size) if not self._look_up(rank)]
+        what = f"{show_ranks(absent)} did not call it in time"
+        if not absent:
+            absent, what = [self.coordinator], f"rank {self.coordinator} called it, but its call is over"
+        return LinkTimeout(f"{what}; nothing was written", peer=absent[0])
