@@ -280,10 +280,9 @@ class _Call:
     def _forget(self, member: Member, address: str) -> None:
         # A rank that was killed can't remove its own address. Ranks whose time limit passes a little later
         # must not report this rank as absent. If the store answers late, the addresses may be of later calls.
-        ended = {_key(rank): (lost, CALLED) for rank, lost in member.lost.items()}
-        ended[_key(self._rank)] = address, "" if member.ranks else CALLED
-        for key, (expected, value) in ended.items():
-            self._store.compare_set(key, expected, value)
+        for rank, lost in member.lost.items():
+            self._store.compare_set(_key(rank), lost, CALLED)
+        self._store.compare_set(_key(self._rank), address, "" if member.ranks else CALLED)
 
     def _ask_store(self, ask: Callable[[], T], timeout_s: float = _STORE_S, late_s: float = LATE_S) -> T:
         """Return what `ask` returns; raises LinkBroken if the store fails, and LinkTimeout if it is too slow.

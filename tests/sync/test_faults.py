@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torchferry
-from tests.support.children import child, unused_port, wait_until
+from tests.support.children import Child, child, unused_port, wait_until
 from tests.support.cluster import Cluster, Outcome, WorkerDied
 from torchferry.engine import bundles
 from torchferry.engine.coordination import Member
@@ -77,11 +77,13 @@ def take_part(
         say = Member.say
 
         def strike_and_say(self: Member, **news: Any) -> Any:
-            if step in news and when == "before":
-                strike(folder, how)
-            if step in news and when == "after":
-                # When it waits for the answer.
-                strike_at(HttpConnection, "_receive", folder, how)
+            if step in news:
+                Member.say = say  # type: ignore[method-assign]
+                if when == "before":
+                    strike(folder, how)
+                else:
+                    # When it waits for the answer.
+                    strike_at(HttpConnection, "_receive", folder, how)
             return say(self, **news)
 
         Member.say = strike_and_say  # type: ignore[method-assign]
@@ -324,29 +326,53 @@ def join_over_tcp(pipe: Any, rank: int, port: int) -> None:
         pipe.send((type(error).__name__, str(error), time.monotonic()))
 
 
-def take_part_over_tcp(pipe: Any, rank: int, port: int, *arguments: Any) -> None:
-    """Take part in a sync of three ranks. The store is in the process of rank 0."""
+def take_part_over_tcp(pipe: Any, rank: int, port: int, step: str, folder: str) -> None:
+    """Take part in a sync of three ranks, and then in another. The store is in the process of rank 0."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     pipe.send("ready")
-    pipe.recv()
-    pipe.send(take_part(rank, *arguments))
+    for victims, timeout_s in (([0], 2.0), ([], 20.0)):
+        pipe.recv()
+        pipe.send(take_part(rank, victims, step, "before", signal.SIGSTOP, folder, timeout_s))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_fork_server")
-@pytest.mark.parametrize("step", [*STEPS, "serve"])
-def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path: Path, step: str) -> None:
-    arguments = unused_port(), [0], step, "before", signal.SIGSTOP, str(tmp_path), 2.0
+@contextmanager
+def stopped_with_the_store(folder: Path, step: str) -> Iterator[list[Child]]:
+    """Three ranks that take part in a sync. Rank 0, which coordinates and has the store, stops itself."""
+    arguments = unused_port(), step, str(folder)
     with ExitStack() as stack:
         ranks = [stack.enter_context(child(take_part_over_tcp, rank, *arguments)) for rank in range(3)]
         for rank in ranks:
             assert rank.receive() == "ready"
         for rank in ranks:
             rank.send("go")
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("step", [*STEPS, "serve"])
+def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path: Path, step: str) -> None:
+    with stopped_with_the_store(tmp_path, step) as ranks:
         for rank in ranks[1:]:
             found = rank.receive()
             assert found["seconds"] < 2.0 + LATE_S, found
             assert "error" not in found or found["late"], found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("step", ["join", "has"])
+def test_the_next_call_succeeds_when_the_store_answers_again(tmp_path: Path, step: str) -> None:
+    with stopped_with_the_store(tmp_path, step) as ranks:
+        for rank in ranks[1:]:
+            assert rank.receive()["late"]
+        ranks[0].signal(signal.SIGCONT)
+        ranks[0].receive()
+        for rank in ranks:
+            rank.send("again")
+        for rank in ranks:
+            found = rank.receive()
+            assert (found.get("failed"), found["values"]) == ({}, [5.0]), found
 
 
 @pytest.mark.usefixtures("_fork_server")

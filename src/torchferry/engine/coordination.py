@@ -67,7 +67,7 @@ _DEAD_S = 0.5
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
 
-LATE_S = 0.4
+LATE_S = 0.3
 """How long a rank waits for an answer after its deadline, at which the coordinator names who is missing."""
 
 _SHORT_S = 1.0
@@ -248,9 +248,8 @@ class Coordinator:
         """Answer `done`, while the ranks in `waiting` are not."""
         if waiting and self._left_s(rank):
             return None
-        for each in range(self._size):
-            is_here = each not in self._gone and each not in waiting | self._answered
-            if is_here and not self._is_connected(self._connections.get(each, 0)):
+        for each in self._said.keys() - self._gone.keys() - waiting - self._answered:
+            if not self._is_connected(self._connections.get(each, 0)):
                 self._lose(each, _LOST)
         return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
 
