@@ -178,7 +178,8 @@ class Source:
 
     def give_up(self, version: int, reason: str, name: str = "state") -> None:
         """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw."""
-        self._shelf.give_up(name, version, reason)
+        version = arguments.check_int(version, "version")
+        self._shelf.give_up(arguments.check_name(name), version, arguments.check_str(reason, "reason"))
 
     def wait(self, version: int, receivers: int = 1, timeout: Timeout = 30.0, name: str = "state") -> None:
         """Wait until `receivers` fetches of a version have confirmed that they have every byte.

@@ -353,7 +353,10 @@ def test_tensor_subclasses_on_the_meta_device_get_fresh_tensors(
     assert torch.equal(local.weight.scale, sent.weight.scale)
     assert torch.equal(local.table, sent.table)
     (record,) = (each for each in caplog.records if each.levelname == "WARNING")
-    assert record.getMessage() == "net (MetaNet) was loaded, except what is on the meta device: cache"
+    assert (
+        record.getMessage()
+        == "net (MetaNet) was loaded, but these tensors are still on the meta device: cache"
+    )
 
 
 def test_what_the_source_lacks_stays_on_the_meta_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -670,9 +673,7 @@ def stepped(seed: int) -> optim.Optimizer:
 def test_one_object_for_two_state_dicts_is_a_mismatch(make: Callable[[int], Any], options: Any) -> None:
     local = make(3)
     before = copy.deepcopy(local.state_dict())
-    with pytest.raises(
-        StateMismatch, match=r"b\[0\]: the object here is that at a, where the peer has another"
-    ):
+    with pytest.raises(StateMismatch, match=r"b\[0\]: this is the same object as at a, but the peer has"):
         ship({"a": make(1), "b": [make(2)]}, {"a": local, "b": [local]}, **options)
     assert_same(local.state_dict(), before)
 

@@ -192,7 +192,7 @@ def sync_what_does_not_fit(rank: int, case: str) -> str:
     [
         ("extra state at the source", "model._extra_state.scale: no such path here"),
         ("extra state at the receiver", "model._extra_state.scale: the peer has no such path"),
-        ("one object at two paths", "b: the object here is that at a, where the peer has another state"),
+        ("one object at two paths", "b: this is the same object as at a, but the peer has different states"),
     ],
 )
 def test_objects_that_do_not_fit_are_a_mismatch_before_anything_is_written(

@@ -230,9 +230,10 @@ def receive_state(
 def _empty_shard(tree: Manifest, number: int, local: Description, context: RebuildContext) -> object:
     """Create a shard without elements, such as that of a moment, where the parameter has no row either."""
     leaf, ours = tree.leaves[number], local.manifest
-    found, wanted = {part.layout: each for each in ours.leaves if (part := part_of(each))}, part_of(leaf)
-    assert wanted is not None, "only a shard that the local tensors of its layout lack too is not received"
-    shape = ours.tensors[found[wanted.layout].parts[0]].shape
+    wanted = part_of(leaf)
+    assert wanted is not None, "all that is not received is a shard without elements"
+    by_layout = {part.layout: each for each in ours.leaves if (part := part_of(each))}
+    shape = ours.tensors[by_layout[wanted.layout].parts[0]].shape
     empty = torch.empty(shape, dtype=DTYPES[tree.tensors[leaf.parts[0]].dtype], device=CPU)
     return kind_named(leaf.kind).rebuild(leaf, [empty], context)
 

@@ -47,7 +47,7 @@ class Loading:
     def mismatches(self, *, strict: bool, extra: Extra) -> Iterator[Mismatch]:
         """Find what does not fit although all leaves may: objects and entries that only one state has."""
         for first, path in find_contradictions(self.objects, self._incoming):
-            what = f"the object here is that at {format_path(first)}, where the peer has another state"
+            what = f"this is the same object as at {format_path(first)}, but the peer has different states"
             yield Mismatch(format_path(path), what, "two state dicts", "one object")
         for path in self._only_incoming if extra != "drop" else ():
             yield Mismatch(format_path(path), "no such path here", "an empty container", "nothing")
@@ -82,7 +82,9 @@ class Loading:
                     raise StateError(what, path=format_path(path)) from error
                 if names := ", ".join(read.names_on_meta()):
                     logger.warning(
-                        "%s was loaded, except what is on the meta device: %s", self._show(path), names
+                        "%s was loaded, but these tensors are still on the meta device: %s",
+                        self._show(path),
+                        names,
                     )
 
     def is_loaded(self, path: Path) -> bool:
