@@ -385,6 +385,21 @@ def test_auto_soon_stops_comparing_a_tensor_that_was_overwritten() -> None:
         assert fetch(source.address, local).report.bytes_skipped == 32 * MIB
 
 
+def test_auto_soon_stops_comparing_small_tensors_that_were_all_overwritten() -> None:
+    # 8 packed chunks of 128 tensors. Torch overwrites all tensors, the last half with equal values.
+    state = {f"{number}": torch.ones(2048) for number in range(1024)}
+    local = {path: torch.zeros(2048) for path in state}
+    with serve(state, 1) as source:
+        assert fetch(source.address, local).report.bytes_skipped == 0
+        for number, tensor in enumerate(local.values()):
+            tensor.fill_(5.0 if number < 512 else 1.0)
+        assert fetch(source.address, local).report.bytes_skipped == 0
+        for number, tensor in enumerate(local.values()):
+            tensor.fill_(5.0 if number < 256 else 1.0)
+        assert fetch(source.address, local).report.bytes_skipped == 6 * MIB
+    assert all(torch.equal(tensor, torch.ones(2048)) for tensor in local.values())
+
+
 def test_auto_compares_everything_that_only_a_fetch_has_written() -> None:
     local = {"a": torch.zeros(4 * MIB)}
     with serve({"a": torch.ones(4 * MIB)}, 1) as source:

@@ -14,7 +14,7 @@ from torchferry.errors import LinkTimeout
 
 _DIFFERING = 4
 """If this many chunks in a row differ in a tensor that was overwritten since the last fetch, the rest of the
-tensor is fetched without comparing it."""
+tensor is fetched without comparing it. The same holds for the small tensors that are packed into chunks."""
 
 
 def differing_chunks(
@@ -43,11 +43,11 @@ def differing_chunks(
         needed = [chunk for chunk in needed if differs(chunk)]
     elif sink.local is not None and compare == "auto":
         known, changed = history.of(sink.local)
-        in_a_row: Counter[int] = Counter()  # differing chunks, by storage
+        in_a_row: Counter[int | None] = Counter()  # differing chunks: by storage, or None for packed ones
         chunks, needed = needed, []
         for chunk in chunks:
             storages = sink.storages_of(chunk)
-            storage = storages[0]
+            storage = storages[0] if len(chunk.pieces) == 1 else None
             is_changed = all(each in changed for each in storages)
             # It was probably overwritten as a whole.
             is_overwritten = is_changed and in_a_row[storage] >= _DIFFERING

@@ -1,12 +1,15 @@
 """Remembers which memory fetches have written, so that the next fetch into it compares first."""
 
 import threading
-from itertools import islice
+from operator import add
+
+from torch import UntypedStorage
 
 from torchferry.links.endings import close_after_fork
 from torchferry.tensors.describe import Description
 
 _MAX_STORAGES = 1 << 17
+"""With more storages, only those of the last fetch are remembered."""
 
 
 class History:
@@ -16,7 +19,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._written: dict[tuple[int, int], int] = {}  # the last fetch last
+        self._written: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
 
     def of(self, local: Description) -> tuple[set[int], set[int]]:
@@ -34,11 +37,9 @@ class History:
         """Remember that a fetch writes, or has written, to all tensors of a local state."""
         entries = dict(zip(_keys(local), _versions(local), strict=True))
         with self._lock:
-            for key in self._written.keys() & entries:
-                del self._written[key]
             self._written.update(entries)
-            for key in list(islice(self._written, max(len(self._written) - _MAX_STORAGES, 0))):
-                del self._written[key]
+            if len(self._written) > _MAX_STORAGES:
+                self._written = entries
 
     def close_inherited(self) -> None:
         """Replace the lock in a forked child: another thread of the parent may have held it."""
@@ -46,7 +47,9 @@ class History:
 
 
 def _keys(local: Description) -> list[tuple[int, int]]:
-    return [(memory.address, memory.storage.nbytes()) for memory in local.memories]
+    storages = [memory.storage for memory in local.memories]
+    addresses = map(add, map(UntypedStorage.data_ptr, storages), [memory.base for memory in local.memories])
+    return list(zip(addresses, map(UntypedStorage.nbytes, storages), strict=True))
 
 
 def _versions(local: Description) -> list[int]:
