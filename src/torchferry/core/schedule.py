@@ -21,9 +21,8 @@ REQUEST_S = 0.02
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
 
-PEER_S = 0.1
-"""How long another receiver may be silent, times its place in the chain of receivers. So the receiver next to
-a stopped one notices first, and goes on before those after it look for another source."""
+PEER_S = 0.2
+"""How long another receiver may be silent: it sends no bytes, and does not answer whether it is alive."""
 
 PEER_REST_S = 10.0
 """How long another receiver rests after it was silent for too long: the next source is as good."""
@@ -140,7 +139,7 @@ class Schedule:
         return range(run.start, end)
 
     def heard(self, lane: int, heard_s: float) -> None:
-        """Note when a lane last received some bytes."""
+        """Note when a lane last received some bytes, or another receiver showed that it is alive."""
         if lane in self._asked:
             self._asked[lane].heard_s = max(self._asked[lane].heard_s, heard_s)
 
@@ -173,14 +172,13 @@ class Schedule:
 
     def _late_s(self, asked: _Asked) -> float:
         """Return when a lane becomes overdue."""
-        silent_s = OVERDUE_S
-        if self._chunk_s is None:
+        silent_s = OVERDUE_S if asked.peer_s is None else min(asked.peer_s, OVERDUE_S)
+        if self._chunk_s is not None:
+            usual_s = _SLOW * self._chunk_s
+        else:
             # How long a chunk usually takes is not known yet. A source may be slow as long as bytes arrive;
             # another receiver must deliver the whole chunk.
-            return (asked.heard_s if asked.peer_s is None else asked.began_s) + silent_s
-        usual_s = _SLOW * self._chunk_s
-        if asked.peer_s is not None:
-            silent_s = min(max(asked.peer_s, usual_s), OVERDUE_S)
+            usual_s = inf if asked.peer_s is None else 0.0
         return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:

@@ -310,8 +310,8 @@ class _Fetch(Phases):
         """Receive the chunks that are needed, and write them."""
         options = self.options
         # With `reshare`, one lane: its chunks arrive in order, so other receivers get them soonest. A silent
-        # peer must be replaced before the receivers that take chunks from this one give this one up.
-        lanes, look_s = (MAX_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 2)
+        # peer must be replaced soon, because these receivers wait too.
+        lanes, look_s = (MAX_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 4)
         expected = digests if options.verify else ()
         self._receiving = self._caller.receiving = receiving = Receiving(
             self._sources, plan, needed, expected, landing, self._deadline_s, lanes

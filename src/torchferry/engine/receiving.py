@@ -11,7 +11,7 @@ from xxhash import xxh3_64
 from torchferry.core.outcome import paths_of
 from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
-from torchferry.core.schedule import Schedule
+from torchferry.core.schedule import PEER_S, Schedule
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.landing import Landing
 from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
@@ -126,10 +126,16 @@ class Receiving:
         with self._changed:
             # A lane's own thread sets its connection to None at any time.
             connections = [lane.connection for lane in self._lanes]
-            for number, connection in enumerate(connections):
+            for lane, connection in zip(self._lanes, connections, strict=True):
                 if connection is not None:
-                    self._schedule.heard(number, connection.heard_s)
-                    self._heard_s = max(self._heard_s, connection.heard_s)
+                    heard_s, source = connection.heard_s, lane.source
+                    self._heard_s = max(self._heard_s, heard_s)
+                    if source.is_peer:
+                        # It may be waiting for its own source. If it is stopped, it does not answer.
+                        heard_s = max(heard_s, source.answered_s)
+                        if now_s > heard_s + PEER_S / 4:
+                            source.ask_if_alive()
+                    self._schedule.heard(lane.number, heard_s)
             overdue = self._schedule.overdue(now_s)
             busy = {lane.source for lane in self._lanes if lane.is_connecting or lane.number in overdue}
             able = [each for each in serving if each not in busy and not each.backoff.rests(now_s)]

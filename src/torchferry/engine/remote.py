@@ -15,7 +15,7 @@ from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.core.report import SourceReport
-from torchferry.core.schedule import PEER_REST_S, Backoff
+from torchferry.core.schedule import PEER_REST_S, PEER_S, Backoff
 from torchferry.core.text import show_text
 from torchferry.errors import (
     BadManifest,
@@ -66,7 +66,8 @@ _ERRORS: dict[int, type[FerryError]] = {
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
-    `peer_s` is given if the source is another receiver: how long it may be silent.
+    `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, and
+    `answered_s` when it last answered whether it is alive.
     `port_at(host)` returns the port at which this process reshares; `host` is this process's own address, as
     seen from the source. `open` keeps host and port in `own_address`. `heard_s` is when bytes of metadata
     last arrived.
@@ -86,9 +87,11 @@ class RemoteSource:
         via: Via | None = None,
         *,
         port_at: Callable[[str], int] | None = None,
-        peer_s: float | None = None,
+        is_peer: bool = False,
     ) -> None:
-        self.peer_s = peer_s
+        self.is_peer = is_peer
+        self.peer_s = PEER_S if is_peer else None
+        self.answered_s = 0.0
         self._port_at = port_at
         self.own_address: tuple[str, int] | None = None
         self.address = address
@@ -97,7 +100,7 @@ class RemoteSource:
         self.grant: Grant | None = None
         self.error: FerryError | None = None
         self.heard_s = 0.0
-        self.backoff = Backoff() if peer_s is None else Backoff(PEER_REST_S)
+        self.backoff = Backoff(PEER_REST_S) if is_peer else Backoff()
         # One context for all connections: loading the system's certificates takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
         self._max_metadata_bytes = max_metadata_bytes
@@ -106,12 +109,8 @@ class RemoteSource:
         self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
         self._control: HttpConnection | None = None
         self._renewing = threading.Lock()
-        self._over = threading.Event()
-
-    @property
-    def is_peer(self) -> bool:
-        """Whether it is another receiver."""
-        return self.peer_s is not None
+        self._is_over = False
+        self._wake = threading.Event()  # wakes `keep_alive`
 
     @property
     def serves(self) -> bool:
@@ -163,7 +162,7 @@ class RemoteSource:
     def _add(self, connection: HttpConnection) -> None:
         with self._lock:
             self._connections.add(connection)
-            if self._over.is_set():
+            if self._is_over:
                 connection.shut_down()
 
     def close(self, connection: HttpConnection) -> None:
@@ -182,7 +181,8 @@ class RemoteSource:
     def shut_down(self) -> None:
         """End all connections, and every one that is opened later."""
         with self._lock:
-            self._over.set()
+            self._is_over = True
+            self._wake.set()
             for connection in self._connections:
                 connection.shut_down()
             if self._control is not None:
@@ -192,7 +192,8 @@ class RemoteSource:
 
     def open(self, wanted: LeaseRequest, deadline_s: float) -> Grant | None:
         """Connect and ask for a lease; None if there was nothing newer until the deadline."""
-        control = self.connect(deadline_s - time.monotonic())
+        began_s = time.monotonic()
+        control = self.connect(deadline_s - began_s)
         unneeded: HttpConnection | None = control
         try:
             if self._port_at is not None:
@@ -208,8 +209,11 @@ class RemoteSource:
                     if not pull.fits(wanted, grant.version):
                         raise PeerError(f"the source granted version {grant.version}, not {wanted}")
                     with self._lock:
-                        if not self._over.is_set():
+                        if not self._is_over:
                             unneeded, self._control = self._control, control
+                    if self.is_peer:
+                        # On a long link, an answer takes as long as this one.
+                        self.peer_s = PEER_S + time.monotonic() - began_s
                     return grant
                 if status != pull.NOTHING or wanted.newer_than is None:
                     raise PeerError(f"the source answered with status {status} instead of a lease")
@@ -297,14 +301,23 @@ class RemoteSource:
         """Report a chunk with a wrong digest to the source; raises PeerGaveUp if its state changed."""
         self._post(f"damaged/{chunk}-{chunk + 1}", timeout_s)
 
+    def ask_if_alive(self) -> None:
+        """Let the thread in `keep_alive` send a request now. If the source answers, `answered_s` is set."""
+        self._wake.set()
+
     def keep_alive(self) -> None:
         """Tell the source regularly that this receiver is alive, until `shut_down`."""
         connection: HttpConnection | None = None
-        while not self._over.wait(pull.ALIVE_S):
+        while True:
+            self._wake.wait(pull.ALIVE_S)
+            if self._is_over:
+                break
+            self._wake.clear()
             try:
                 # One connection for all requests: a lease ends when its last connection is closed.
                 connection = connection or self.connect(pull.ALIVE_S)
                 self._ask(connection, "POST", self._path("alive"), pull.ALIVE_S)
+                self.answered_s = time.monotonic()
             except FerryError:
                 # If the source is gone, the next request for chunks finds that out.
                 if connection is not None:

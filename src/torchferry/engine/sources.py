@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
-from torchferry.core.schedule import OVERDUE_S, PEER_S
+from torchferry.core.schedule import OVERDUE_S
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
@@ -162,14 +162,13 @@ class Sources:
             if peer.port and is_numeric(peer.host) and (peer.host, peer.port) != given.own_address
         ]
         if named and grant.peer_token and not given.is_local():
-            silent_s = PEER_S * (1 + len(grant.peers))
             self._peers = [
                 RemoteSource(
                     Address(peer.host, peer.port, grant.peer_token, given.address.secure),
                     tls,
                     max_metadata_bytes=0,
                     via="tcp",
-                    peer_s=silent_s,
+                    is_peer=True,
                 )
                 for peer in named
             ]
