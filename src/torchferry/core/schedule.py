@@ -173,12 +173,11 @@ class Schedule:
     def _late_s(self, asked: _Asked) -> float:
         """Return when a lane becomes overdue."""
         silent_s = OVERDUE_S if asked.peer_s is None else min(asked.peer_s, OVERDUE_S)
+        # Until the first chunk has landed, it is not known how long one takes. A source may be slow as long
+        # as bytes arrive; another receiver must deliver the whole chunk.
+        usual_s = inf if asked.peer_s is None else 0.0
         if self._chunk_s is not None:
             usual_s = _SLOW * self._chunk_s
-        else:
-            # How long a chunk usually takes is not known yet. A source may be slow as long as bytes arrive;
-            # another receiver must deliver the whole chunk.
-            usual_s = inf if asked.peer_s is None else 0.0
         return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:

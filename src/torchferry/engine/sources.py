@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
-from torchferry.core.schedule import OVERDUE_S
+from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
@@ -178,7 +178,7 @@ class Sources:
 
         Each receiver takes chunks from one peer, so a peer sends as much as it receives. If each took chunks
         from several, peers at the start of the chain would send more. The list is empty while the first
-        peers may still answer.
+        peers may still answer: not for long, since a stopped one never does.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
@@ -193,7 +193,7 @@ class Sources:
                 due.append(peer)
                 wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
-            is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + OVERDUE_S
+            is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + PEER_S
             given = [each for each in serving if not each.is_peer]
             # If a peer rests and never delivered anything, the next one may be no better.
             if any(each.is_peer and not each.report.chunks and each not in peers for each in serving):
