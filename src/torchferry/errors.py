@@ -305,7 +305,7 @@ class LinkError(FerryError):
 
 
 class LinkBroken(LinkError, ConnectionError):
-    """The connection is gone: create a new group."""
+    """The connection to the peer is lost. Over a process group: create a new group."""
 
 
 class LinkTimeout(LinkError, TimeoutError):
@@ -313,7 +313,7 @@ class LinkTimeout(LinkError, TimeoutError):
 
 
 class LinkStalled(LinkTimeout):
-    """No message completed for `stall_timeout`."""
+    """Nothing arrived for `stall_timeout`: no byte of a fetch, or no whole message over a process group."""
 
 
 class CheckpointTimeout(LinkTimeout, RuntimeError):
@@ -323,11 +323,12 @@ class CheckpointTimeout(LinkTimeout, RuntimeError):
 class Corrupted(LinkError):
     """The received bytes differ from those that the sender read. `paths` lists the leaves they belong to."""
 
-    def __init__(self, paths: Sequence[str], *, peer: int | str | None = None) -> None:
+    def __init__(self, paths: Sequence[str], what: str = "", *, peer: int | str | None = None) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"the received bytes differ from the sent bytes ({_in_line(self.paths)}): they were damaged on "
-            "the way, or the sender's tensors changed while they were being sent",
+            what
+            or f"the received bytes differ from the sent bytes ({_in_line(self.paths)}): they were damaged "
+            "on the way, or the sender's tensors changed while they were being sent",
             peer=peer,
             path=self.paths[0] if self.paths else None,
         )

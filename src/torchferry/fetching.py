@@ -75,7 +75,8 @@ def fetch(
             With objects, it also needs a copy of the local state, to restore it if an object can't be loaded.
         extra: with `into`, what to do with paths that only the source has: "error", "drop", or "fresh".
         compare: hash what `into` holds, and fetch only chunks that differ. "auto" hashes only tensors that an
-            earlier fetch wrote. If one was overwritten since, it stops after the first chunks that differ.
+            earlier fetch wrote. A tensor that torch has written since is hashed only until four chunks in a
+            row differ; the rest of it is fetched.
         via: how bytes travel: "tcp"; "memory", for sources on the same machine and of the same user; or None
             for memory where that is possible, and TCP elsewhere.
         tls: a context for https: which certificates to trust, and a client certificate.
@@ -85,10 +86,10 @@ def fetch(
             state is being written, because it must not end the fetch then. Ctrl-C takes effect afterwards.
         reshare: serve verified chunks to other receivers that reshare, and fetch from these where possible.
             The source then sends the state about once in total. With True, this process listens on the
-            interface through which it reached the source. With a Source, it uses the port of that; TLS needs
-            a Source.
+            interface through which it reached the source. With a Source, chunks are served at its port. Over
+            https, pass a Source: it has the certificate.
         linger: with `reshare`, how long to serve receivers that still take chunks after this has returned.
-        mesh: the DeviceMesh of fresh DTensors, as for `PGTransport`.
+        mesh: the DeviceMesh of DTensors that are created fresh.
 
     Raises:
         BadArgument: an argument is invalid.

@@ -47,8 +47,8 @@ class Status:
 class Source:
     """Serves states to every process that has its address, until it is closed.
 
-    Its threads run in the background and never delay the end of the process. All methods may be called from
-    several threads. After a fork, only the parent serves.
+    Its threads run in the background, and delay the end of the process by 0.5 s at most. All methods may be
+    called from several threads. After a fork, only the parent serves.
 
     Args:
         host: the address, host name or network interface ("eth0") to listen on. By default only processes of
@@ -76,12 +76,19 @@ class Source:
         port = arguments.check_int(port, "port", low=0, high=65535)
         arguments.check_tls(tls)
         if tls is not None and tls.check_hostname:
-            raise BadArgument("tls is a context for clients: create one with ssl.Purpose.CLIENT_AUTH")
+            raise BadArgument(
+                "tls is a context for clients: a source needs ssl.create_default_context("
+                "ssl.Purpose.CLIENT_AUTH) with load_cert_chain()"
+            )
         if token is None:
             token = secrets.token_urlsafe(32)
         if len(arguments.check_str(token, "token")) < 16 or not is_token(token):
-            raise BadArgument("token must be at least 16 printable ASCII characters, without space, # and %")
+            raise BadArgument(
+                "token must be at least 16 printable ASCII characters, without space, # and %; this one has "
+                f"{len(token)} characters"
+            )
         if advertise is not None:
+            # Before a port is opened.
             parse_host(arguments.check_str(advertise, "advertise"), port)
         listener = listen(host, port)
         self._listens_at = listener.getsockname()[:2]
@@ -122,8 +129,8 @@ class Source:
         """Serve a state as a new version of a name. Readers of the previous version finish undisturbed.
 
         Args:
-            state: any state that `PGTransport` can send. It may also hold objects with `state_dict` and
-                `load_state_dict`; what their `state_dict()` returns now is served in their place.
+            state: tensors and values in any nesting: README lists what can be sent. It may also hold objects
+                with `state_dict` and `load_state_dict`; what their `state_dict()` returns now is served.
             version: an int above the current version of the name, normally the training step.
             name: the name that receivers ask for.
             snapshot: copy the state, so that it may change when this returns. The copy's memory is used again
@@ -139,7 +146,8 @@ class Source:
                 with a larger one are not copied.
 
         Raises:
-            BadArgument: an argument is invalid, or the version is not above the current one.
+            BadArgument: an argument is invalid, the version is not above the current one, or the source is
+                closed.
             Unsendable: something in the state can't be sent.
             StateChanged: the state changed while it was being published.
             ReadersRemain: readers did not finish in time (also a TimeoutError); names them. If they read an
@@ -153,7 +161,8 @@ class Source:
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
         if not publishing.acquire(timeout=min(left_s(deadline_s), threading.TIMEOUT_MAX)):
-            raise ReadersRemain([], f"another thread is publishing {name!r} and did not finish in time")
+            what = f"another thread is publishing {name!r}, and did not finish in {timeout} s"
+            raise ReadersRemain([], f"{what}: publish one version at a time")
         try:
             self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
@@ -177,7 +186,11 @@ class Source:
         self._shelf.withdraw(name, timeout_s, readers)
 
     def give_up(self, version: int, reason: str, name: str = "state") -> None:
-        """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw."""
+        """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw.
+
+        Raises:
+            BadArgument: an argument is invalid.
+        """
         version = arguments.check_int(version, "version")
         self._shelf.give_up(arguments.check_name(name), version, arguments.check_str(reason, "reason"))
 

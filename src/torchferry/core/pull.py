@@ -199,7 +199,8 @@ def why_not_mixed(grant: Grant, chosen: Grant) -> str:
     if grant.version != chosen.version:
         return f"it serves version {grant.version}, not {chosen.version}"
     if grant.root != chosen.root:
-        return f"its version {grant.version} holds another state than that of the first source"
+        roots = f"its root is {grant.root[:8]}…, not {chosen.root[:8]}…"
+        return f"its version {grant.version} holds another state than that of the chosen source: {roots}"
     return ""
 
 

@@ -1,8 +1,8 @@
 """Decides which source is asked for which chunks. Time is an argument, so simulations use the same rules.
 
-A fetch has a few lanes: connections that ask a source for a range of chunks at a time. A lane that is done
-takes the next range, so faster sources deliver more. A lane that is overdue is closed, and its chunks are
-needed again.
+A lane is a connection to one source, and the thread that reads it. It asks for a range of chunks at a time. A
+lane that is done takes the next range, so faster sources deliver more. A lane that is overdue is closed, and
+its chunks are needed again.
 """
 
 from collections import Counter, deque
@@ -181,9 +181,9 @@ class Schedule:
         return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:
-        """Return when the last chunk of a lane is late, if other lanes have nothing else to do.
+        """Return when a lane is overdue although bytes arrive; inf while other chunks are still needed.
 
-        They could have delivered it: by then all that was before it too, at the speed of the fastest.
+        Other lanes are idle then. The fastest of them would have delivered all that this one was asked for.
         """
         others_s = [chunk_s for other, chunk_s in self._lane_s.items() if other != lane]
         if self._needed or not others_s or asked.peer_s is not None:

@@ -1,6 +1,7 @@
-"""The push engine: sends a state over a link, and receives one.
+"""The engine: the push over a link (`send`, `receive`), the pull over HTTP (`published`, `fetch`), and the
+agreement of a sync (`coordination`, `bundles`).
 
-The engine is the one place where core, tensors and links meet. It has the deadlines, windows and staging.
+It is the one place where core, tensors and links meet. It has the deadlines, threads, windows and staging.
 """
 
 from torchferry.engine.receive import ReceiveOptions, receive_state

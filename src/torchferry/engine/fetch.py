@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
@@ -58,8 +58,6 @@ from torchferry.tensors.kinds import RebuildContext
 from torchferry.tensors.objects import read_objects
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _CONFIRM_S = 5.0
 """How long a fetch tries to confirm that it is complete."""

@@ -13,7 +13,7 @@ from torchferry.tensors.memory import new_block
 
 
 class Landing:
-    """Receives the needed chunks. Several lanes may use it at the same time, each for its own chunk.
+    """Where lanes put the chunks that they receive. Several may use it at once, each for its own chunk.
 
     With `atomic`, chunks are kept in `extra_bytes` of memory until `apply` writes them. Raises StateError if
     there is not enough.
@@ -63,7 +63,7 @@ class Landing:
         self.sink.write(chunk, buffer)
         if self.sink.failure is not None:
             raise self.sink.failure
-        self.sink.accept(chunk)
+        self.sink.mark_whole(chunk)
 
     def apply(self) -> None:
         """Write the chunks that were kept because of `atomic`."""
@@ -78,14 +78,22 @@ class Landing:
         """Return whether every chunk can be read back from the target, so that it can be reshared."""
         return all(map(self.sink.can_read, self.sink.plan.chunks))
 
-    def read(self, chunk: Chunk) -> torch.Tensor | None:
-        """Wait until a chunk has landed, and return its bytes; None after `stop_reading`."""
+    def read(self, chunk: Chunk) -> bytes | None:
+        """Wait until a chunk has landed, and return a copy of its bytes; None after `stop_reading`."""
         with self._landed:
             self._landed.wait_for(lambda: chunk.number not in self._missing or not self._serves_peers)
             if not self._serves_peers:
                 return None
             kept = self._atomic_buffers.get(chunk.number)
-            return self.sink.read(chunk, self._staging) if kept is None else kept
+            if kept is not None:
+                return bytes(view(kept))
+            buffer = self.sink.read(chunk, self._staging)
+            try:
+                # A copy, made while no other Python code runs: the user may free the tensor during the send.
+                return bytes(view(buffer))
+            finally:
+                if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
+                    self._staging.give_back(buffer)
 
     def stop_reading(self) -> None:
         """End `read` in other threads."""

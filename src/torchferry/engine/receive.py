@@ -448,7 +448,7 @@ class _Payload:
         if self.verify:
             self.sink.verify()
         else:
-            self.sink.accept(chunk)
+            self.sink.mark_whole(chunk)
 
     def _block_arrived(self, block: DigestBlock, buffer: torch.Tensor) -> None:
         nonce, digests, changed = decode_block(block, first_bytes(buffer, block.nbytes))

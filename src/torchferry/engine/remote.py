@@ -149,7 +149,10 @@ class RemoteSource:
         if self.grant.memory is None:
             raise MemoryUnusable("the source does not offer its memory")
         if self._via is None and self.grant.port != self.address.port:
-            raise MemoryUnusable(f"a proxy is in between: the source's own port is {self.grant.port}")
+            raise MemoryUnusable(
+                f"a proxy is in between: the address has port {self.address.port}, the source listens on "
+                f"{self.grant.port}"
+            )
         wait_s = max(timeout_s, _MIN_WAIT_S)
         return HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
 
@@ -251,7 +254,7 @@ class RemoteSource:
                 self.heard_s = connection.heard_s
         found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
-            raise Corrupted(["metadata"])
+            raise Corrupted((), "the metadata arrived damaged: its digest is not the one that was announced")
         return manifest, pull.decode_digests(digests)
 
     @property
@@ -262,7 +265,7 @@ class RemoteSource:
 
     @property
     def max_lanes(self) -> int:
-        """How many connections pay. If this process does not read a snapshot itself, the source works too."""
+        """How many connections are worth opening: they need cores, also for the source if it sends."""
         if self.uses_ring:
             return 1
         has_memory = self.grant is not None and self.grant.snapshot and self.grant.memory is not None

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from xxhash import xxh3_64_intdigest
+
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.outcome import paths_of
 from torchferry.core.plan import Plan
@@ -18,7 +20,6 @@ from torchferry.engine.landing import Landing
 from torchferry.engine.published import Published, SnapshotMemory
 from torchferry.engine.pull_handler import PullHandler
 from torchferry.engine.shelf import Shelf
-from torchferry.engine.source import digest, view
 from torchferry.errors import BadArgument, StateError
 from torchferry.links.address import listen
 from torchferry.links.endings import close_after_fork
@@ -45,17 +46,15 @@ class _Arriving(Published):
         # The user may free the memory when the fetch is over.
         with suppress(StateError):
             for chunk in self.plan.chunks[first:end]:
-                buffer = self._landing.read(chunk)
-                if buffer is None:
+                if (data := self._landing.read(chunk)) is None:
                     return
-                # A copy, made while no other Python code runs: the user may free the tensor during the send.
-                yield memoryview(bytes(view(buffer)))
+                yield memoryview(data)
 
     def changed_paths(self, chunk: int | None = None) -> list[str]:
         if chunk is None:
             return []
-        buffer = self._landing.read(self.plan.chunks[chunk])
-        if buffer is not None and digest(buffer) == self.digests[chunk]:
+        data = self._landing.read(self.plan.chunks[chunk])
+        if data is not None and xxh3_64_intdigest(data) == self.digests[chunk]:
             return []
         return paths_of(self.encoded.manifest, self.plan, {chunk})
 

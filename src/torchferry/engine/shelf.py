@@ -57,7 +57,7 @@ class Shelf:
             self._release(lambda lease: leases.is_replaced(lease, name), timeout_s, readers)
 
     def put(self, name: str, published: Published, timeout_s: float, readers: Readers) -> None:
-        """Make a version the current one. If the earlier one is not a copy, it has no readers afterwards."""
+        """Make a version the current one. If the earlier one is live, wait for its readers, or drop them."""
         with self._locked() as leases:
             earlier = leases.current.get(name)
             leases.make_current(name, published)

@@ -236,7 +236,7 @@ class Sink:
     def _read_copy(
         self, local: Description, chunk: Chunk, places: Sequence[Destinations], copy: int, staging: Staging
     ) -> torch.Tensor:
-        """Return the bytes of a chunk, from the place of each piece that has this number or is the last."""
+        """Return the bytes of copy number `copy`. A piece with fewer places is read from its last one."""
         if self.destinations.identical:
             return self.read(chunk, staging)
         if not any(each.itemwise for each in places):
@@ -289,8 +289,8 @@ class Sink:
             matches = self._digests.pop(number) == self._expected.pop(number)
             self._settle(number, ChunkState.WHOLE if matches else ChunkState.DAMAGED)
 
-    def accept(self, chunk: Chunk) -> None:
-        """Count a chunk that was written as whole without verification."""
+    def mark_whole(self, chunk: Chunk) -> None:
+        """Mark a written chunk as whole. The caller has verified it, or verification is off."""
         self._settle(chunk.number, ChunkState.WHOLE)
 
     def _settle(self, number: int, state: ChunkState) -> None:

@@ -42,7 +42,9 @@ _PEER_ANSWERS_S = 10.0
 
 
 class Sources:
-    """All sources that a fetch was given. Threads of the fetch share it; `changed` guards it.
+    """The sources of a fetch: those that were given, and peers, which are other receivers that reshare.
+
+    Threads of the fetch share it; `changed` guards it.
 
     `chosen` is the grant of the version to fetch, once it is known. `is_final` is set when the metadata of
     that version was verified. Setting `is_over` ends all threads.

@@ -177,7 +177,7 @@ class _Connection:
 
 
 class HttpServer:
-    """Serves a handler until it is closed. Its threads are daemons, so they never delay the end of Python.
+    """Serves a handler until it is closed. Its threads are daemons.
 
     It accepts connections from `listeners`. Those of the Unix family are local: they use no TLS, and accept
     only connections of the same user. `wake` is called when the server is shut down: it must end answers that

@@ -65,7 +65,7 @@ class SharedBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Such memory belongs to no process. If it runs out, the kernel ends others before this one.
+        # Such memory is charged to no process. If it ran out, the OOM killer would end others first.
         if nbytes > _available_bytes():
             raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are not available")
         self.descriptor = os.memfd_create("torchferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -146,7 +146,7 @@ def test_chunks_that_are_dropped_for_lack_of_memory_are_not_whole(monkeypatch: p
     monkeypatch.setattr(fresh.FreshMemory, "unpack", fail)
     packed = bench.plan.chunks[0]
     bench.move(packed)
-    bench.sink.accept(packed)
+    bench.sink.mark_whole(packed)
     assert bench.sink.failure is not None
     assert packed.number in bench.missing()
 
@@ -156,7 +156,7 @@ def test_a_sink_without_memory_drops_everything() -> None:
     dropping = Sink(bench.source.description.manifest, bench.plan)
     for chunk in bench.plan.chunks:
         dropping.write(chunk, bench.source.read(chunk))
-        dropping.accept(chunk)
+        dropping.mark_whole(chunk)
     assert dropping.outcome() == Outcome((), (), tuple(state(1.0)))
 
 
