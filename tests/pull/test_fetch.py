@@ -273,9 +273,11 @@ def test_memory_that_is_short_or_freed_here_is_not_blamed_on_the_sources(
         raise torchferry.StateError("no memory")
 
     monkeypatch.setattr(Sink, "write", fail)
-    with serve(filled(5), version=1) as source:
-        with pytest.raises(torchferry.StateError, match="no memory") as raised:
-            fetch(source.address, filled(0) if is_local else None)
+    with (
+        serve(filled(5), version=1) as source,
+        pytest.raises(torchferry.StateError, match="no memory") as raised,
+    ):
+        fetch(source.address, filled(0) if is_local else None)
     assert not isinstance(raised.value, ConnectionError)
 
 
