@@ -142,7 +142,12 @@ def _errors_on_one_line() -> Iterator[None]:
 
 
 def _token(file: Path | None) -> str | None:
-    return (os.environ.get("TORCHFERRY_TOKEN") or None) if file is None else file.read_text().strip()
+    return (os.environ.get("TORCHFERRY_TOKEN") or None) if file is None else _read(file).strip()
+
+
+def _read(file: Path) -> str:
+    # A file that is not text has no valid token or address, which is told without showing it.
+    return file.read_text(errors="replace")
 
 
 def _addresses(arguments: Sequence[str], file: Path | None, token: str | None) -> list[str]:
@@ -153,7 +158,7 @@ def _addresses(arguments: Sequence[str], file: Path | None, token: str | None) -
             "TORCHFERRY_ADDRESS or --address-file",
             err=True,
         )
-    found = [*arguments, *(file.read_text().split() if file is not None else [])]
+    found = [*arguments, *(_read(file).split() if file is not None else [])]
     found = found or os.environ.get("TORCHFERRY_ADDRESS", "").split()
     if not found:
         raise typer.BadParameter("no address: pass ADDRESS or --address-file, or set TORCHFERRY_ADDRESS")

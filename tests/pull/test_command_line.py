@@ -387,6 +387,13 @@ class TestAWrongCommandLine:
         assert message in " ".join(err.split())
         assert TOKEN not in err
 
+    @pytest.mark.parametrize("option", ["--token-file", "--address-file"])
+    def test_has_a_file_that_is_not_text(self, tmp_path: Path, invoke: Invoke, option: str) -> None:
+        file = tmp_path / "random"
+        file.write_bytes(bytes(range(224, 256)))
+        code, _, err = invoke("fetch", "http://127.0.0.1:1", option, file, "-o", tmp_path / "copy.pt")
+        assert (code, "no valid token" in err or "no token" in err) == (2, True)
+
     def test_has_a_token_that_others_can_see(
         self, tmp_path: Path, invoke: Invoke, source: torchferry.Source
     ) -> None:

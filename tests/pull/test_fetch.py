@@ -24,6 +24,7 @@ from torchferry.core import leases, pull
 from torchferry.engine.fetch import _Fetch
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
+from torchferry.engine.sink import Sink
 
 MIB = 1 << 20
 
@@ -247,6 +248,37 @@ def test_an_exception_in_on_progress_ends_the_fetch_and_propagates(in_place: boo
         assert source.status().readers[-1].state == "failed"
         assert "enough" in source.status().readers[-1].reason
         assert fetch(source.address, into=into).state["weight"].unique().tolist() == [5]
+
+
+def test_a_fetch_that_fails_when_all_is_written_says_that_all_is_whole() -> None:
+    def fail(event: ProgressEvent) -> None:
+        if event.phase == "confirm":
+            raise KeyError("enough")
+
+    # The second tensor overlaps itself, so it is received into scratch memory first.
+    overlapping = torch.arange(20.0).as_strided((5, 6), (2, 1))
+    with serve({**filled(5), "other": overlapping}, version=1) as source:
+        local = {**filled(0), "other": torch.zeros(5, 6)}
+        with pytest.raises(KeyError) as raised:
+            fetch(source.address, local, on_progress=fail)
+    assert torch.equal(local["other"], overlapping)
+    assert "all 2 paths of the local state were overwritten" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_memory_that_is_short_or_freed_here_is_not_blamed_on_the_sources(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise torchferry.StateError("no memory")
+
+    monkeypatch.setattr(Sink, "write", fail)
+    with (
+        serve(filled(5), version=1) as source,
+        pytest.raises(torchferry.StateError, match="no memory") as raised,
+    ):
+        fetch(source.address, filled(0) if is_local else None)
+    assert not isinstance(raised.value, ConnectionError)
 
 
 # What the source learns, and what it may not do.

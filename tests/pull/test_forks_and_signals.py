@@ -338,3 +338,39 @@ def test_a_process_that_ends_during_a_fetch_of_a_daemon_thread_does_not_abort() 
                 [sys.executable, "-c", _EXIT_DURING_A_FETCH, source.address], capture_output=True, timeout=60
             )
             assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+_FORK_DURING_A_FETCH = """
+import gc, os, sys, threading
+import torchferry
+from torchferry.engine.sources import Sources
+
+def hold(lock):
+    lock.acquire()
+    held.set()
+    threading.Event().wait()
+
+source, held = torchferry.serve({}, 1), threading.Event()
+keywords = {"newer_than": 1, "timeout": 60}
+threading.Thread(target=torchferry.fetch, args=(source.address,), kwargs=keywords, daemon=True).start()
+while not (found := [each for each in gc.get_objects() if isinstance(each, Sources)]):
+    pass
+threading.Thread(target=hold, args=(found[0].changed,), daemon=True).start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_ends_although_a_fetch_of_its_parent_held_a_lock() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORK_DURING_A_FETCH], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.communicate(timeout=20)[0] == b"3\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -603,6 +603,15 @@ def test_a_state_dict_that_is_an_object_itself_is_refused() -> None:
         serve({"o": endless}, version=1)
 
 
+def test_an_object_that_makes_another_one_whenever_it_is_read_is_refused() -> None:
+    class Endless(Stateful):
+        def state_dict(self) -> Any:
+            return {"next": Endless()}
+
+    with pytest.raises(torchferry.Unsendable, match="nested deeper than 256 levels"):
+        serve(Endless(), version=1)
+
+
 def test_objects_are_found_at_any_depth_and_in_state_dicts_of_others() -> None:
     def make(number: int) -> Any:
         inner = Stateful({"n": number, "t": torch.full((2,), number)})
@@ -797,6 +806,15 @@ def test_an_object_that_refuses_its_state_leaves_a_torn_state_that_is_named() ->
     assert "load_state_dict of bad (Stateful) raised ValueError: not mine" in str(error)
     assert isinstance(error.__cause__, torchferry.StateError)
     assert isinstance(error.__cause__.__cause__, ValueError)
+
+
+def test_a_tensor_that_was_copied_from_scratch_memory_is_whole_if_an_object_refuses_its_state() -> None:
+    overlapping = torch.arange(20.0).as_strided((5, 6), (2, 1))
+    target = {**failing(2, "not mine"), "plain": torch.zeros(5, 6)}
+    with pytest.raises(TargetTorn) as caught:
+        ship({**failing(1), "plain": overlapping}, target)
+    assert "plain" in caught.value.whole
+    assert torch.equal(target["plain"], overlapping)
 
 
 def test_atomic_gives_everything_back_if_an_object_refuses_its_state() -> None:

@@ -15,6 +15,7 @@ import torchferry
 from tests.support.children import unused_port
 from tests.support.proxy import Exchange
 from tests.support.proxy import Proxy as DetailedProxy
+from torchferry.engine.remote import RemoteSource
 
 Watch = Callable[[bytes], None]
 """Called with what a receiver sends, before it is forwarded."""
@@ -222,3 +223,16 @@ def test_a_source_far_away_is_told_that_its_state_was_refused() -> None:
     (reader,) = source.status().readers
     assert reader.state == "refused"
     assert "shape" in reader.reason
+
+
+def test_a_failed_fetch_waits_once_for_a_source_that_does_not_take_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RemoteSource, "tell", lambda *_: time.sleep(5))
+    monkeypatch.setattr("torchferry.engine.fetch._REFUSED_S", 1.0)
+    monkeypatch.setattr("torchferry.engine.sources._OTHERS_S", 1.0)
+    with torchferry.serve({"w": torch.zeros(3)}, version=1) as source:
+        began_s = time.monotonic()
+        with pytest.raises(torchferry.StateMismatch):
+            torchferry.fetch(source.address, into={"w": torch.zeros(4)})
+        assert time.monotonic() - began_s < 1.7

@@ -16,7 +16,7 @@ from torchferry.engine.deadlines import left_s
 from torchferry.engine.landing import Landing
 from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
 from torchferry.engine.sources import Sources
-from torchferry.errors import Corrupted, FerryError, LinkError, LinkStalled, LinkTimeout
+from torchferry.errors import Corrupted, LinkError, LinkStalled, LinkTimeout, PeerError
 from torchferry.links.http_client import HttpConnection, MemoryUnusable
 
 EVENT_BYTES = 8 << 20
@@ -174,7 +174,7 @@ class Receiving:
                         source.request_chunks(lane.used_connection, chunks, left_s(self._deadline_s))
                 except LinkError as error:
                     self._recover(lane, grant, error)
-        except FerryError as error:
+        except (LinkError, PeerError) as error:
             self._sources.lose(source, error)
         except BaseException as error:
             self.failure = error

@@ -70,7 +70,8 @@ class Shelf:
         with self._locked() as leases:
             leases.withdraw(name)
             self._free_unused()
-            self._release(lambda lease: lease.name == name, timeout_s, readers)
+            # Not those of a version that another thread publishes meanwhile.
+            self._release(lambda lease: leases.is_replaced(lease, name), timeout_s, readers)
 
     def give_up(self, name: str, version: int, reason: str) -> None:
         """Refuse leases on a version that can't be published, also to those who wait for it."""

@@ -76,6 +76,8 @@ class Sink:
         self._digests: dict[int, int] = {}  # of chunks whose expected digest is not known yet
         self._expected: dict[int, int] = {}  # of chunks that have not been hashed yet
         self._opened: dict[int, Direct] = {}
+        # Tensors that are still to be copied from scratch memory.
+        self._unfinished = {pair.incoming for pair in self.destinations.via_scratch}
         # In fresh memory and in an identical local state, every chunk has one place.
         self._has_one_place = self.destinations.identical
 
@@ -306,6 +308,10 @@ class Sink:
         """Mark whole chunks as WRITTEN, so that their paths count as torn."""
         self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
+    def mark_whole(self) -> None:
+        """Mark written chunks as WHOLE."""
+        self._states = self._states.replace(bytes([ChunkState.WRITTEN]), bytes([ChunkState.WHOLE]))
+
     def damaged_paths(self) -> list[str]:
         """Return the paths of the leaves that have bytes in damaged chunks."""
         damaged = {number for number, state in enumerate(self._states) if state == ChunkState.DAMAGED}
@@ -321,12 +327,11 @@ class Sink:
 
         With `is_listed`, only paths for which it returns True are listed.
         """
-        unfinished = {pair.incoming for pair in self.destinations.via_scratch}
         paired = self.paired
         if is_listed is not None:
             every = paired if paired is not None else [path for path, _ in occurrences(self.manifest)]
             paired = set(filter(is_listed, every))
-        return outcome_of(self.manifest, self.plan, self._states, unfinished=unfinished, paired=paired)
+        return outcome_of(self.manifest, self.plan, self._states, unfinished=self._unfinished, paired=paired)
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
@@ -335,6 +340,7 @@ class Sink:
             theirs = self.manifest.tensors[pair.incoming]
             ours = self.local.manifest.tensors[pair.local]
             copy_items(self._scratch[theirs.storage], theirs, self.local.memories[ours.storage], ours)
+        self._unfinished.clear()
 
     def scratch(self, storage: int) -> Memory:
         """Return the scratch memory of an incoming storage; raises StateError if there is not enough."""

@@ -275,7 +275,8 @@ class Sources:
         with self.changed:
             due = sources if wait_for is None else wait_for
             self.changed.wait_for(lambda: all(source in told for source in due), timeout_s)
-            self.changed.wait_for(lambda: len(told) == len(sources), min(timeout_s, _OTHERS_S))
+            if wait_for is not None:
+                self.changed.wait_for(lambda: len(told) == len(sources), min(timeout_s, _OTHERS_S))
         for answer in list(told.values()):
             if isinstance(answer, PeerGaveUp):
                 raise answer

@@ -42,6 +42,8 @@ def end_at_exit(running: Running) -> None:
 
 
 def _close_inherited() -> None:
+    # Their threads are not in the child, and may have held locks that ending them would wait for.
+    _running.clear()
     for inherited in list(_inherited):
         inherited.close_inherited()
 

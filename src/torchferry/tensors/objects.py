@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torchferry.core.codec import encode_value
 from torchferry.core.compare import Rule, RuleOf
 from torchferry.core.manifest import Manifest
-from torchferry.core.tree import Path, format_path, walk
+from torchferry.core.tree import MAX_DEPTH, Path, format_path, walk
 from torchferry.errors import BadArgument, FerryError, StateError, Unsendable
 from torchferry.tensors import registry
 from torchferry.tensors.containers import is_builtin_container, take_apart
@@ -107,7 +107,8 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
     generators: list[tuple[tuple[object, ...], Any]] = []
     while pending or generators:
         path, value = pending.pop() if pending else generators.pop()
-        if id(value) in visited:
+        # A state that is nested too deeply is refused when it is described.
+        if id(value) in visited or len(path) > MAX_DEPTH:
             continue
         if isinstance(value, RNG) and pending:
             # Last, because `state_dict()` of another object may draw random numbers.

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from torchferry.core.leases import Lease
 from torchferry.core.pull import LeaseRequest, Result
-from torchferry.engine.published import SnapshotMemory, publish
+from torchferry.engine.published import Published, SnapshotMemory, publish
 from torchferry.engine.shelf import Readers, Shelf
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import ReadersRemain
 from torchferry.tensors.memory import CPU
+
+
+def test_withdraw_leaves_the_readers_of_a_version_that_another_thread_published_meanwhile() -> None:
+    def put(version: int) -> Published:
+        published = publish({}, version, Workspace(CPU), SnapshotMemory(), snapshot=True)
+        shelf.put("state", published, 1.0, "wait")
+        return published
+
+    def lease() -> Lease[Published]:
+        found = shelf.lease(LeaseRequest("state", "reader"), 0.0, 1, "127.0.0.1")
+        assert found is not None
+        return found[0]
+
+    shelf = Shelf(lambda connection: None)
+    put(1)
+    earlier = lease()
+    with ThreadPoolExecutor(1) as pool:
+        withdrawn = pool.submit(shelf.withdraw, "state", 5.0, "wait")
+        while shelf.status()[0]:
+            time.sleep(0.001)
+        put(2)
+        later = lease()
+        shelf.finish(earlier, Result("confirmed"))
+        withdrawn.result(timeout=10)
+    assert later.is_open
 
 
 @pytest.mark.parametrize("readers", ["wait", "drop"])
