@@ -202,7 +202,7 @@ class _Fetch(Phases):
             if target.loading is not None:
                 # In this thread, because `load_state_dict` is the user's code.
                 target.loading.load()
-            sink.mark_whole()
+            sink.mark_written_as_whole()
         except BaseException as error:
             restored = "" if target.loading is None else self._undo(sink, target.loading)
             if restored and isinstance(error, FerryError):

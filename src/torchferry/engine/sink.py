@@ -308,7 +308,7 @@ class Sink:
         """Mark whole chunks as WRITTEN, so that their paths count as torn."""
         self._states = self._states.replace(bytes([ChunkState.WHOLE]), bytes([ChunkState.WRITTEN]))
 
-    def mark_whole(self) -> None:
+    def mark_written_as_whole(self) -> None:
         """Mark written chunks as WHOLE."""
         self._states = self._states.replace(bytes([ChunkState.WRITTEN]), bytes([ChunkState.WHOLE]))
 
