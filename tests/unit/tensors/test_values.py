@@ -203,6 +203,12 @@ def closed_stream() -> io.BytesIO:
     return stream
 
 
+def released_view() -> memoryview:
+    view = memoryview(b"a")
+    view.release()
+    return view
+
+
 def test_instances_of_registered_subclasses_of_str_and_int_keep_their_type() -> None:
     number = int.__new__(RegisteredNumber, 7)
     state = {"text": RegisteredText("half \ud83d"), "number": number, RegisteredText("key"): 1}
@@ -313,6 +319,7 @@ REFUSED = {
     "a subclass of str with attributes": (Text.noted("a"), ["test_values.Text", "note"]),
     "a subclass of float": (Ratio(1), ["test_values.Ratio"]),
     "a closed BytesIO": (closed_stream(), ["closed", "leave it out"]),
+    "a released memoryview": (released_view(), ["released", "leave it out"]),
     "a datetime in a zone of a class that is not known": (
         datetime(2026, 1, 2, tzinfo=OwnZone("UTC")),
         ["test_values.OwnZone"],
