@@ -14,7 +14,6 @@ import torch
 
 from torchferry.core.manifest import BUFFER, Count, Leaf, TensorSpec
 from torchferry.core.text import show, show_name
-from torchferry.errors import Unsendable
 from torchferry.tensors.kinds.base import AddTensor, Form, Kind, RebuildContext
 from torchferry.tensors.memory import memory_of_bytes, strided
 
@@ -39,7 +38,7 @@ class BufferForm(Form, frozen=True):
 
 
 def is_large(value: Any) -> bool:
-    """Return whether a value is sent as payload; raises Unsendable for a memoryview that was released."""
+    """Return whether a value is sent as payload."""
     cls = type(value)
     if cls not in _TYPES:
         return False
@@ -47,10 +46,7 @@ def is_large(value: Any) -> bool:
         # `getbuffer()` would copy bytes that the stream shares, and keep the copy.
         return not value.closed and len(value.getvalue()) >= MIN_BYTES
     if cls is memoryview:
-        try:
-            return bool(value.nbytes >= MIN_BYTES)
-        except ValueError:
-            raise Unsendable("a released memoryview can't be sent: leave it out") from None
+        return bool(value.nbytes >= MIN_BYTES)
     return len(value) * (value.itemsize if cls is array.array else 1) >= MIN_BYTES
 
 
