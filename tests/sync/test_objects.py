@@ -131,6 +131,41 @@ def test_an_object_that_refuses_its_state_fails_its_rank_and_the_other_knows(pai
     assert "giving" in receiver or "except that model" in receiver
 
 
+class Interrupted(nn.Linear):
+    """A module whose loading the user interrupts, the first time."""
+
+    is_first = True
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        if self.is_first:
+            self.is_first = False
+            raise KeyboardInterrupt
+        return super().load_state_dict(*args, **options)
+
+
+def load_what_is_interrupted(rank: int, atomic: bool) -> list[str]:
+    second = (nn.Linear if rank == 0 else Interrupted)(2, 2)
+    state = {"w": torch.full((5,), float(rank)), "one": nn.Linear(2, 2), "two": second}
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    if rank == 0:
+        return [torchferry.sync(state, 1, timeout=TIMEOUT_S).failed[1]]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        torchferry.sync(state, None, atomic=atomic, timeout=TIMEOUT_S)
+    if atomic:
+        assert all(torch.equal(value, second.state_dict()[name]) for name, value in before.items())
+        assert state["w"][0] == 1.0  # type: ignore[index]
+    return raised.value.__notes__
+
+
+def test_an_interrupt_while_an_object_is_loaded_is_undone_or_leaves_a_torn_state_that_is_named(
+    pair: Cluster,
+) -> None:
+    _, (note,) = pair.run(load_what_is_interrupted, False)
+    assert "1 paths may hold old and new bytes mixed (two), 4 paths are whole" in note
+    _, (note,) = pair.run(load_what_is_interrupted, True)
+    assert "the earlier state was restored" in note
+
+
 def sync_other_modules(rank: int) -> str:
     layers = [nn.Linear(3, 3), nn.Linear(3, 3)] if rank == 0 else [nn.Linear(3, 3)]
     state = {"model": nn.Sequential(*layers), "step": rank}

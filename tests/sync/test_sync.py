@@ -230,6 +230,10 @@ class TestFailures:
         assert answers[0] == "Unsendable"
         assert "rank 0 failed: x: " in answers[1]
 
+    def test_values_that_can_not_be_sent_are_replaced_at_a_receiver(self, pair: Cluster) -> None:
+        for text in pair.run(replace_unsendable_values):
+            assert "weight: kind: incoming tensor float32[2], local a tensor on the meta device" in text
+
     def test_paths_that_nobody_has_are_lost(self, pair: Cluster) -> None:
         for error in errors_of(pair, sync_other_stages):
             assert isinstance(error, torchferry.PartsLost)
@@ -277,6 +281,20 @@ def sync_only_something_unsendable(rank: int) -> str:
         return "Unsendable"
     with pytest.raises(torchferry.NoSuchVersion) as raised:
         torchferry.sync({"x": torch.zeros(3)}, None, timeout=TIMEOUT_S)
+    return str(raised.value)
+
+
+def replace_unsendable_values(rank: int) -> Any:
+    sent = {"step": 1, "large": b"x" * (1 << 17), "weight": torch.ones(2)}
+    local = {"step": object(), "large": bytes(1 << 17), "weight": torch.zeros(2), "own": object()}
+    result = torchferry.sync(local if rank else sent, None if rank else 1, timeout=TIMEOUT_S)
+    assert result.state["step"] == 1
+    assert result.state["large"] == sent["large"]
+    local["weight"] = torch.zeros(2, device="meta")
+    if rank == 0:
+        return torchferry.sync(sent, 1, timeout=TIMEOUT_S).failed[1]
+    with pytest.raises(torchferry.StateMismatch) as raised:
+        torchferry.sync(local, None, timeout=TIMEOUT_S)
     return str(raised.value)
 
 

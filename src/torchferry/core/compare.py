@@ -98,7 +98,8 @@ def compare(
     hints: list[str] = []
     if mismatches:
         hints = wrapper_hints(*([each[0] for each in some] for some in (incoming_only, local_only, pairs)))
-        if unexpected and extra == "error" and not hints:
+        # An entry that only the peer's module has can't be fresh.
+        if extra == "error" and not hints and any(rule_of(path) is None for path, _ in unexpected):
             hints = [_EXTRA_HINT]
     return Comparison(pairs, mismatches, False, incoming_only, local_only, hints, fresh)
 

@@ -20,7 +20,7 @@ from torchferry.core.pull import LeaseRequest
 from torchferry.core.report import FetchReport, merge_reports
 from torchferry.core.tree import Path, format_path, occurrences, rebuild_places
 from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
-from torchferry.engine.loading import Loading
+from torchferry.engine.loading import Loading, is_below
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -220,8 +220,12 @@ def receive_state(
             tree, leaves, lambda number, children: builders[number](children), loading.place
         )
         loading.load()
-    except Exception as error:
-        raise _explain(error, receiving, loading) from error
+    except BaseException as error:
+        explained = _explain(error, receiving, loading)
+        if isinstance(error, Exception):
+            raise explained from error
+        error.add_note(str(explained))
+        raise
     report = receiving.report()
     extra_bytes = report.extra_bytes + loading.extra_bytes
     return state, replace(report, loaded=tuple(map(format_path, loading.objects)), extra_bytes=extra_bytes)
@@ -262,15 +266,17 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 
 
-def _explain(error: Exception, receiving: _Receiving, loading: Loading) -> FerryError:
+def _explain(error: BaseException, receiving: _Receiving, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
     failure = error if isinstance(error, FerryError) else StateError(what_of(error))
-    keys = [format_path(path) for bundle in receiving.bundles for path in bundle.paths]
+    paths = [path for bundle in receiving.bundles for path in bundle.paths]
     if not loading.can_undo:
         torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]
-        return TargetTorn(failure, whole=keys, torn=torn, untouched=())
+        whole = [*filter(loading.is_loaded, paths), *loading.started[:-1]]
+        return TargetTorn(failure, whole=list(map(format_path, whole)), torn=torn, untouched=())
     failed, restored = loading.undo()
     failure = failure.with_context(more=f"; {restored}")
     if not failed:
         return failure
-    return TargetTorn(failure, whole=(), torn=list(map(format_path, failed)), untouched=keys)
+    untouched = [format_path(path) for path in paths if not is_below(path, failed)]
+    return TargetTorn(failure, whole=(), torn=list(map(format_path, failed)), untouched=untouched)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from torchferry.core.manifest import BUFFER, OPAQUE, PICKLED, VALUE, Branch, Leaf, Manifest, Value
 from torchferry.core.tree import MAX_DEPTH, MAX_PATH_BYTES, Path, format_path, path_bytes
-from torchferry.errors import Unsendable
+from torchferry.errors import Unsendable, what_of
 from torchferry.tensors import registry
 from torchferry.tensors.containers import take_apart
 from torchferry.tensors.kinds import kind_of
@@ -215,12 +215,17 @@ class _Walk:
             if parts is None:
                 return self._visit_leaf(value)
             keys = None if type(parts.keys) is range else _keys_to_wire(parts.keys)
-        except Unsendable as error:
+        except RecursionError:
+            raise
+        except Exception as error:
             del self.tensors[count:]
+            # The value may run code of the user: properties, methods of a mapping, __torch_function__.
+            raised = Unsendable(f"reading a {type(value).__qualname__} raised {what_of(error)}")
+            unsendable, cause = (error, None) if isinstance(error, Unsendable) else (raised, error)
             try:
-                return self._add_leaf(self._substitute_leaf(value, error), value)
+                return self._add_leaf(self._substitute_leaf(value, unsendable), value)
             except Unsendable as refusal:
-                raise refusal.at(format_path(path)).with_context(phase="describe") from None
+                raise refusal.at(format_path(path)).with_context(phase="describe") from cause
         if len(path) >= MAX_DEPTH:
             raise _too_large(
                 path,
@@ -317,7 +322,7 @@ def _count_paths(value: object, counted: dict[int, tuple[int, int, object]]) -> 
     if id(value) in counted:
         return counted[id(value)][:2]
     parts = None
-    with suppress(Unsendable):
+    with suppress(Exception):
         parts = take_apart(value)
     paths = nbytes = 0
     for key, child in () if parts is None else zip(parts.keys, parts.children, strict=True):

@@ -131,7 +131,7 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
             continue
         parts = None
         # What can't be sent is reported when the state is described.
-        with suppress(Unsendable):
+        with suppress(Exception):
             parts = take_apart(value)
         if parts is not None:
             pairs = [*zip(parts.keys, parts.children, strict=True)]

@@ -110,6 +110,9 @@ def jagged_that_knows_its_longest(seed: int) -> torch.Tensor:
 EXAMPLES: dict[str, Callable[[int], Any]] = {
     "two tensors": two,
     "two tensors that require gradients": lambda seed: two(seed, requires_grad=True),
+    "two that require gradients in one that does not": lambda seed: two(
+        seed, requires_grad=True
+    ).requires_grad_(False),
     "a parameter": lambda seed: torch.nn.Parameter(two(seed)),
     "two tensors of two": lambda seed: TwoTensor(two(seed), two(seed + 2)),
     "one tensor twice": lambda seed: TwoTensor(*[numbers(seed, 3)] * 2),

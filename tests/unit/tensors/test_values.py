@@ -203,6 +203,17 @@ def closed_stream() -> io.BytesIO:
     return stream
 
 
+def released_view() -> memoryview:
+    view = memoryview(b"a")
+    view.release()
+    return view
+
+
+class Unreadable(dict[str, object]):
+    def items(self) -> Any:
+        raise OSError("not mounted")
+
+
 def test_instances_of_registered_subclasses_of_str_and_int_keep_their_type() -> None:
     number = int.__new__(RegisteredNumber, 7)
     state = {"text": RegisteredText("half \ud83d"), "number": number, RegisteredText("key"): 1}
@@ -313,6 +324,8 @@ REFUSED = {
     "a subclass of str with attributes": (Text.noted("a"), ["test_values.Text", "note"]),
     "a subclass of float": (Ratio(1), ["test_values.Ratio"]),
     "a closed BytesIO": (closed_stream(), ["closed", "leave it out"]),
+    "a released memoryview": (released_view(), ["reading a memoryview raised ValueError", "released"]),
+    "a mapping that can not be read": (types.MappingProxyType(Unreadable()), ["OSError: not mounted"]),
     "a datetime in a zone of a class that is not known": (
         datetime(2026, 1, 2, tzinfo=OwnZone("UTC")),
         ["test_values.OwnZone"],
