@@ -195,10 +195,14 @@ class Sources:
                 due.append(peer)
                 wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
-            is_first = bool(due) and now_s < next(iter(self._asked_s.values())) + PEER_S
+            asked_for_s = now_s - next(iter(self._asked_s.values()), now_s)
+            is_first = bool(due) and asked_for_s < PEER_S
             given = [each for each in serving if not each.is_peer]
-            # If a peer rests and never delivered anything, the next one may be no better.
-            if any(each.is_peer and not each.report.chunks and each not in peers for each in serving):
+            failed = [
+                each for each in serving if each.is_peer and not each.report.chunks and each not in peers
+            ]
+            if failed and asked_for_s >= OVERDUE_S:
+                # Nothing came for a second. The next peer may be no better.
                 return peers[:1] + given
             return peers[:1] or ([] if is_first else given or serving)
 
