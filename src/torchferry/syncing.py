@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
+from msgspec import structs
 
 from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, TargetVersion
 from torchferry.core.codec import decode_manifest, encode_value
+from torchferry.core.manifest import OPAQUE, VALUE, Leaf
 from torchferry.core.report import FetchReport
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
@@ -239,9 +241,11 @@ class _Call:
         self._described = described
         rules, paths = rules_of(described.objects), [path for path, _ in occurrences(described.manifest)]
         generators = [path for path, read in described.objects.items() if isinstance(read.value, RNG)]
+        # Other ranks need only the path of a value that can't be sent. The comparison here needs the reason.
+        leaves = [Leaf(VALUE) if leaf.kind == OPAQUE else leaf for leaf in described.manifest.leaves]
         return Has(
             self._target,
-            encode_value(described.manifest),
+            encode_value(structs.replace(described.manifest, leaves=tuple(leaves))),
             digests,
             per_rank=(*self._per_rank, *map(format_path, generators)),
             optional=tuple(format_path(path) for path in paths if rules(path) == "varies"),
