@@ -270,7 +270,12 @@ def sync_another_shape(rank: int) -> dict[str, Any]:
 def sync_with_values_that_can_not_be_sent(rank: int) -> dict[str, Any] | str:
     """Receivers have large bytes and a function. Rank 2 also has an array that can't be written."""
     loader = np.ones(2, np.int64) if rank != 2 else np.frombuffer(bytes(16), np.int64)
-    state = {"w": torch.full((9,), 6.0), "extra": b"x" * 3_000_000, "loader": loader, "step": 1}
+    state: dict[str, Any] = {
+        "w": torch.full((9,), 6.0),
+        "extra": b"x" * 3_000_000,
+        "loader": loader,
+        "step": 1,
+    }
     if rank > 0:
         state |= {"w": torch.zeros(9), "extra": b"y" * 3_000_000, "step": print}
     try:
