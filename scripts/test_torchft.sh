@@ -4,8 +4,7 @@
 #     sh scripts/test_torchft.sh PYTHON REQUIREMENT [TORCH]
 #
 # REQUIREMENT is what pip installs: torchft==0.2.0, or torchft-nightly for the newest. TORCH is the version of torch; the
-# default is 2.13.0. The environment is kept for the next run. On a busy machine, torchft's tests
-# test_streaming_diloco_upscale may fail with a timeout of the quorum. They do so with torchft's own transport too.
+# default is 2.13.0. The environment is kept for the next run.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -241,7 +241,7 @@ class _Call:
         self._described = described
         rules, paths = rules_of(described.objects), [path for path, _ in occurrences(described.manifest)]
         generators = [path for path, read in described.objects.items() if isinstance(read.value, RNG)]
-        # The other ranks need no leaf that only this one can read: it is replaced, or no rank takes it.
+        # Other ranks need only the path of a value that can't be sent. The comparison here needs the reason.
         leaves = [Leaf(VALUE) if leaf.kind == OPAQUE else leaf for leaf in described.manifest.leaves]
         return Has(
             self._target,

@@ -219,6 +219,14 @@ class TestFailures:
                 assert "does not fit the local one" in answer["failed"][2]
                 assert answer["value"] == 6.0
 
+    def test_a_receiver_may_have_values_that_can_not_be_sent(self, quad: Cluster) -> None:
+        answers = quad.run(sync_with_values_that_can_not_be_sent)
+        for rank, answer in enumerate(answers):
+            if rank == 2:
+                assert "loader: kind: incoming ndarray int64[2], local a ndarray in read-only" in answer
+            else:
+                assert answer == {"extra": True, "loader": [1, 1], "failed": [2], "weight": 6.0}
+
     def test_a_source_that_can_not_be_sent_raises_and_the_others_go_on(self, quad: Cluster) -> None:
         answers = quad.run(sync_something_unsendable)
         assert answers[0] == "Unsendable: model.w.extra"
@@ -261,6 +269,26 @@ def sync_another_shape(rank: int) -> dict[str, Any]:
         return {"error": str(raised.value), "unchanged": not state["model"]["w"].any()}
     result = torchferry.sync(state, 6 if rank in (0, 3) else None, timeout=TIMEOUT_S)
     return {"failed": result.failed, "value": state["model"]["w"][0].item()}
+
+
+def sync_with_values_that_can_not_be_sent(rank: int) -> dict[str, Any] | str:
+    """Receivers have large bytes and a function. Rank 2 also has an array that can't be written."""
+    loader = np.ones(2, np.int64) if rank != 2 else np.frombuffer(bytes(16), np.int64)
+    state: dict[str, Any] = {
+        "w": torch.full((9,), 6.0),
+        "extra": b"x" * 3_000_000,
+        "loader": loader,
+        "step": 1,
+    }
+    if rank > 0:
+        state |= {"w": torch.zeros(9), "extra": b"y" * 3_000_000, "step": print}
+    try:
+        result = torchferry.sync(state, None if rank else 6, timeout=TIMEOUT_S)
+    except torchferry.StateMismatch as error:
+        return str(error)
+    found = {"extra": result.state["extra"] == b"x" * 3_000_000, "loader": result.state["loader"].tolist()}
+    assert result.state["step"] == 1
+    return {**found, "failed": [*result.failed], "weight": state["w"][0].item()}
 
 
 def sync_something_unsendable(rank: int) -> Any:

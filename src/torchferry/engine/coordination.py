@@ -87,6 +87,7 @@ class Coordinator:
 
     max_request_bytes = 1 << 30
     idle_s = 1e6
+    max_connections = 1 << 20  # each rank has one
 
     def __init__(
         self,

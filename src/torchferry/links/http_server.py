@@ -46,7 +46,7 @@ IDLE_S = 600.0
 SEND_S = 60.0
 """How long a connection with the token may take no bytes of an answer, or send no more of a request."""
 MAX_CONNECTIONS = 1024
-"""The most connections with the token."""
+"""The most connections with the token of a handler."""
 _MAX_RINGS = 8
 """The most connections of local clients that have a ring, of 4 MiB each. Others get bytes over the socket."""
 LAST_ANSWERS_S = 0.5
@@ -87,7 +87,8 @@ class Response:
 class Handler(Protocol):
     """What a server serves. Several threads call it at the same time.
 
-    It may have attributes `max_request_bytes` and `idle_s`, which replace MAX_REQUEST_BYTES and IDLE_S.
+    It may have attributes `max_request_bytes`, `idle_s` and `max_connections`, which replace
+    MAX_REQUEST_BYTES, IDLE_S and MAX_CONNECTIONS.
     """
 
     def answer(self, request: Request) -> Response:
@@ -107,6 +108,7 @@ class _Connection:
     port: int
     since_s: float
     handshaking: bool
+    handler: Handler | None = None
     is_answering: bool = True
     is_over: bool = False
     ring: Ring | None = None
@@ -364,8 +366,10 @@ class HttpServer:
         if not isinstance(event, h11.Request):
             self._dismiss(guest)
             return
-        handler = self._handler_for(event)
-        if handler is None or len(self._admitted) >= MAX_CONNECTIONS:
+        handler = guest.handler = self._handler_for(event)
+        with self._lock:
+            served = sum(each.handler is handler for each in self._admitted.values())
+        if handler is None or served >= getattr(handler, "max_connections", MAX_CONNECTIONS):
             with suppress(OSError, h11.LocalProtocolError):
                 guest.respond(Response(503) if handler else _UNAUTHORIZED, last=True)
             self._dismiss(guest)

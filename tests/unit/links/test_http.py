@@ -19,6 +19,7 @@ import pytest
 from tests.support.children import child, wait_until
 from tests.support.http_peers import Asked, connect, exchange, read_all, request, response, serving, status_of
 from torchferry.errors import LinkBroken, LinkTimeout
+from torchferry.links import http_server
 from torchferry.links.address import Address, listen
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.links.http_client import HttpConnection
@@ -357,6 +358,23 @@ def test_connections_with_the_token_are_limited(served: Running) -> None:
         clients[0].close()
         wait_until(lambda: len(served.handler.gone) == 1)
         assert served.ask() == b"GET /x "
+
+
+def test_the_connections_of_each_handler_are_counted_apart(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    many = Echo()
+    many.max_connections = 5  # type: ignore[attr-defined]
+    token = "another" + TOKEN
+    served.server.add_handler(token, many)
+    with contextlib.ExitStack() as stack:
+        for used, most in ((token, 5), (TOKEN, 2)):
+            for _ in range(most):
+                client = stack.enter_context(connect(served.address))
+                client.sendall(request("GET", "/x", used))
+                assert client.recv(1 << 16).endswith(b"GET /x ")
+            assert status_of(exchange(served.address, request("GET", "/x", used))) == 503
 
 
 def _serve_without_memory_for_threads(pipe: Connection) -> None:
