@@ -65,6 +65,8 @@ def train_on(rank: int, new: list[int], atomic: bool, shape: tuple[int, ...] | N
     )
     training.step = result.state["step"]
     assert result.state["model"] is training.model
+    if result.report is not None:
+        assert ("optim.state[0].exp_avg" in result.report.fresh) == (rank in new)
     assert next(training.model.parameters()) is parameter
     assert parameter is training.optimizer.param_groups[0]["params"][0]
     drawn = torch.randint(1 << 30, (1,)).item()

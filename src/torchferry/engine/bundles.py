@@ -62,8 +62,10 @@ def bundle_keys(paths: Sequence[Path]) -> list[str]:
     """
     keys: dict[str, None] = {}
     for path in paths:
-        text = format_path(path)
-        keys[text if text not in keys else f"{text} ({len(keys)})"] = None
+        key = format_path(path)
+        while key in keys:
+            key = f"{key} ({len(keys)})"
+        keys[key] = None
     return list(keys)
 
 
@@ -163,14 +165,17 @@ class _Receiving:
         errors = [each for each in self.results.values() if isinstance(each, BaseException)]
         causes = [each.__cause__ or each if isinstance(each, TargetTorn) else each for each in errors]
         failures = [each for each in causes if not isinstance(each, _Cancelled)] or causes
-        if len(self.bundles) == 1 and errors:
-            return errors[0]
         lists: dict[str, list[str]] = {"whole": [], "torn": [], "untouched": []}
         for number, bundle in enumerate(self.bundles):
-            found, paths = self.results.get(number), bundle_keys(bundle.paths)
+            found, paths = self.results.get(number), list(map(format_path, bundle.paths))
             if isinstance(found, TargetTorn):
+                # Its paths are keys of the bundle's state, where quotes are around brackets.
+                shown = {
+                    format_path((key,)): path
+                    for key, path in zip(bundle_keys(bundle.paths), paths, strict=True)
+                }
                 for name, listed in lists.items():
-                    listed += getattr(found, name)
+                    listed += map(shown.__getitem__, getattr(found, name))
             else:
                 # The error of a cancelled fetch has a note if the fetch had written something.
                 is_torn = found is None or bool(getattr(found, "__notes__", ()))
@@ -227,8 +232,12 @@ def receive_state(
         error.add_note(str(explained))
         raise
     report = receiving.report()
-    extra_bytes = report.extra_bytes + loading.extra_bytes
-    return state, replace(report, loaded=tuple(map(format_path, loading.objects)), extra_bytes=extra_bytes)
+    return state, replace(
+        report,
+        extra_bytes=report.extra_bytes + loading.extra_bytes,
+        fresh=tuple(format_path(path) for path in received if path not in known),
+        loaded=tuple(map(format_path, loading.objects)),
+    )
 
 
 def _empty_shard(tree: Manifest, number: int, local: Description, context: RebuildContext) -> object:
