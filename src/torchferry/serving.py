@@ -15,12 +15,12 @@ from torchferry.engine.deadlines import left_s
 from torchferry.engine.published import SnapshotMemory, publish
 from torchferry.engine.pull_handler import PullHandler
 from torchferry.engine.reshare import Resharing
-from torchferry.engine.shelf import Readers, Shelf
+from torchferry.engine.version_store import Readers, VersionStore
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
-from torchferry.links.endings import close_after_fork
 from torchferry.links.http_server import Handler, HttpServer
+from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.sockets import listen_locally
 from torchferry.tensors.memory import CPU
 
@@ -99,15 +99,15 @@ class Source:
         self._lock = threading.Lock()
         # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
         self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
-        self._shelf = Shelf(lambda connection: self._server.disconnect(connection))
+        self._versions = VersionStore(lambda connection: self._server.disconnect(connection))
         listeners, local_name = [listener], None
         # Not every system has abstract Unix sockets, which need no file.
         with suppress(OSError):
             name = secrets.token_hex(16)
             listeners.append(listen_locally(name))
             local_name = name
-        handler = PullHandler(self._shelf, token, own_port, local_name)
-        self._server = HttpServer(listeners, token, handler, tls, self._shelf.stop_granting)
+        handler = PullHandler(self._versions, token, own_port, local_name)
+        self._server = HttpServer(listeners, token, handler, tls, self._versions.stop_granting)
         close_after_fork(self)
 
     @property
@@ -164,11 +164,11 @@ class Source:
             what = f"another thread is publishing {name!r}, and did not finish in {timeout} s"
             raise ReadersRemain([], f"{what}: publish one version at a time")
         try:
-            self._shelf.make_room(name, version, deadline_s - time.monotonic(), readers)
+            self._versions.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
                 state, version, self.workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
             )
-            self._shelf.put(name, published, deadline_s - time.monotonic(), readers)
+            self._versions.put(name, published, deadline_s - time.monotonic(), readers)
         finally:
             publishing.release()
 
@@ -183,7 +183,7 @@ class Source:
         with self._lock:
             # The memory is freed when the last snapshot in it is.
             self._names.pop(name, None)
-        self._shelf.withdraw(name, timeout_s, readers)
+        self._versions.withdraw(name, timeout_s, readers)
 
     def give_up(self, version: int, reason: str, name: str = "state") -> None:
         """Let fetches that ask or wait for exactly this version fail, until the next publish or withdraw.
@@ -192,7 +192,7 @@ class Source:
             BadArgument: an argument is invalid.
         """
         version = arguments.check_int(version, "version")
-        self._shelf.give_up(arguments.check_name(name), version, arguments.check_str(reason, "reason"))
+        self._versions.give_up(arguments.check_name(name), version, arguments.check_str(reason, "reason"))
 
     def wait(self, version: int, receivers: int = 1, timeout: Timeout = 30.0, name: str = "state") -> None:
         """Wait until `receivers` fetches of a version have confirmed that they have every byte.
@@ -203,11 +203,11 @@ class Source:
         """
         version = arguments.check_int(version, "version")
         receivers = arguments.check_int(receivers, "receivers", low=1)
-        self._shelf.wait(name, version, receivers, self._check(name, timeout, "wait"))
+        self._versions.wait(name, version, receivers, self._check(name, timeout, "wait"))
 
     def status(self) -> Status:
         """Return what is served, and who reads or has read it."""
-        versions, readers = self._shelf.status()
+        versions, readers = self._versions.status()
         return Status(versions, tuple(readers))
 
     def close(self, timeout: Timeout = 5.0) -> None:
@@ -218,7 +218,7 @@ class Source:
         """
         timeout_s = arguments.seconds(timeout, "timeout")
         # The server closes last: a reader connects once more to confirm.
-        self._shelf.close(timeout_s)
+        self._versions.close(timeout_s)
         self._server.close()
         with self._lock:
             self._names.clear()
@@ -239,7 +239,7 @@ class Source:
 
     def close_inherited(self) -> None:
         """Forget all memory in a forked child. The server closes its sockets itself."""
-        self._shelf.forget()
+        self._versions.forget()
         self._names.clear()
         self._lock = threading.Lock()
 

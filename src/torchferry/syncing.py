@@ -13,13 +13,21 @@ from msgspec import structs
 
 from torchferry import arguments
 from torchferry.arguments import Timeout
-from torchferry.core.agreement import Finished, Has, Join, Order, Refusal, Share, TargetVersion
+from torchferry.core.agreement import (
+    Finished,
+    Inventory,
+    Join,
+    RankAssignment,
+    RankBundle,
+    Refusal,
+    TargetVersion,
+)
 from torchferry.core.codec import decode_manifest, encode_value
 from torchferry.core.manifest import OPAQUE, VALUE, Leaf
 from torchferry.core.report import FetchReport
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
-from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_state
+from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_bundles
 from torchferry.engine.coordination import CALLED, LATE_S, Coordinator, Member
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.published import digest_leaves
@@ -86,14 +94,15 @@ def sync(
         per_rank: paths, such as "loader", that are not compared between ranks. A rank that is behind takes
             the values at these paths from the lowest rank that has the highest version.
         host: the address, host name or interface to listen on. By default the interface of
-            GLOO_SOCKET_IFNAME, or else the address that routes to MASTER_ADDR, or else loopback.
+            GLOO_SOCKET_IFNAME, or else the machine's address on the route to MASTER_ADDR, or else loopback.
 
     Raises:
-        BadArgument: an argument is invalid, or differs between ranks.
+        BadArgument: an argument is invalid, or `trust` differs between ranks.
         NoSuchVersion: no rank has a version (also a LookupError).
         ReplicasDiffer: ranks that have the highest version differ; lists ranks and paths.
         PartsLost: no rank has some part of a tensor; lists every part (also a LookupError).
-        LinkTimeout: a rank did not call this in time, or the time limit passed (also a TimeoutError).
+        LinkTimeout: a rank did not call this, or describe or serve its state, in time (also a TimeoutError).
+            If a rank does not finish receiving in time, the others return, and `failed` names it.
         LinkBroken: the group's store failed, or no other rank can be reached (also a ConnectionError).
         Unsendable: something in this rank's state can't be sent.
         FerryError: what `fetch` raises, on a rank whose fetch failed. The others list it in `failed`.
@@ -129,15 +138,16 @@ def broadcast_state(
 
 
 def _resolve(group: Any) -> Any:
-    found = dist.group.WORLD if group is None and dist.is_initialized() else group
-    if not hasattr(found, "rank"):
-        raise BadArgument(
-            "this process is not in the group"
-            if group is not None
-            else "there is no process group: call "
-            "init_process_group first, or use serve and fetch, which need none"
-        )
-    return found
+    if group is None:
+        if not dist.is_initialized():
+            raise BadArgument(
+                "there is no process group: call init_process_group first, or use serve and fetch, which need"
+                " none"
+            )
+        group = dist.group.WORLD
+    if not hasattr(group, "rank"):
+        raise BadArgument("this process is not in the group: call this only on its ranks")
+    return group
 
 
 class _Call:
@@ -188,7 +198,7 @@ class _Call:
             reason = show_error(error)
             coordinator.close(reason)
             with suppress(FerryError):
-                member.leave(reason)
+                member.report_failure(reason)
             raise
         finally:
             member.close()
@@ -204,33 +214,34 @@ class _Call:
         """
         global_rank = dist.get_rank() if dist.is_initialized() else self._rank
         own = Join(global_rank, self._version, self._called, self._trust, address, self._source.address)
-        order, state, report, has_served = Order(-1), self._state, None, False
-        answer = member.say(join=own)
+        assignment, state, report, has_served = RankAssignment(-1), self._state, None, False
+        answer = member.post(join=own)
         while not isinstance(answer, Finished):
             if isinstance(answer, Refusal):
                 raise answer.error()
             if isinstance(answer, TargetVersion):
-                member.knows(answer.ranks)
+                member.set_addresses(answer.ranks)
                 self._target = answer.version
-                answer = member.say(has=self._describe())
-            elif isinstance(answer, Order):
-                order = answer
-                self._serve(order.serves)
-                # If the coordinator is lost when all have received, the next order has nothing to serve.
-                has_served = has_served or bool(order.serves)
-                answer = member.say(ready=order.coordinator)
+                answer = member.post(inventory=self._describe())
+            elif isinstance(answer, RankAssignment):
+                assignment = answer
+                self._serve(assignment.serves)
+                # If the coordinator is lost when all have received, the next assignment has nothing to serve.
+                has_served = has_served or bool(assignment.serves)
+                answer = member.post(ready=assignment.coordinator)
             else:
-                if order.takes and not member.has_received:
-                    state, report = self._receive(order, member)
+                if assignment.receives and not member.has_received:
+                    state, report = self._receive(assignment, member)
                     member.has_received = True
                 try:
-                    answer = member.say(done=True)
+                    answer = member.post(done=True)
                 except LinkTimeout as error:
+                    # This rank has all that it needs. Only the coordinator did not say so in time.
                     answer = Finished({member.coordinator: error.what})
         role: Role = "receiver" if member.has_received else "source" if has_served else "idle"
         return Synced(self._target, role, state, report, answer.failed)
 
-    def _describe(self) -> Has:
+    def _describe(self) -> Inventory:
         """Describe the state of this rank, and hash it if this rank has the version."""
         digests = b""
         if self._version == self._target:
@@ -243,7 +254,7 @@ class _Call:
         generators = [path for path, read in described.objects.items() if isinstance(read.value, RNG)]
         # Other ranks need only the path of a value that can't be sent. The comparison here needs the reason.
         leaves = [Leaf(VALUE) if leaf.kind == OPAQUE else leaf for leaf in described.manifest.leaves]
-        return Has(
+        return Inventory(
             self._target,
             encode_value(structs.replace(described.manifest, leaves=tuple(leaves))),
             digests,
@@ -251,28 +262,28 @@ class _Call:
             optional=tuple(format_path(path) for path in paths if rules(path) == "varies"),
         )
 
-    def _serve(self, shares: Sequence[Share]) -> None:
-        assert self._described is not None, "the coordinator sends an Order after the rank sent Has"
+    def _serve(self, bundles: Sequence[RankBundle]) -> None:
+        assert self._described is not None, "a rank describes its state before it gets an assignment"
         found, values = occurrences(self._described.manifest), self._described.values
-        for share in shares:
-            paths, leaves = zip(*(found[number] for number in share.numbers), strict=True)
+        for bundle in bundles:
+            paths, leaves = zip(*(found[number] for number in bundle.numbers), strict=True)
             state = {key: values[leaf] for key, leaf in zip(bundle_keys(paths), leaves, strict=True)}
-            self._source.publish(state, self._target, share.name, snapshot=False)
+            self._source.publish(state, self._target, bundle.name, snapshot=False)
 
-    def _receive(self, order: Order, member: Member) -> tuple[Any, FetchReport]:
-        assert self._described is not None, "the coordinator sends an Order after the rank sent Has"
-        tree = decode_manifest(order.tree) if order.tree else self._described.manifest
+    def _receive(self, assignment: RankAssignment, member: Member) -> tuple[Any, FetchReport]:
+        assert self._described is not None, "a rank describes its state before it gets an assignment"
+        tree = decode_manifest(assignment.tree) if assignment.tree else self._described.manifest
         paths = [path for path, _ in occurrences(tree)]
         bundles = []
-        for share in order.takes:
+        for bundle in assignment.receives:
             # With more holders than that, each receiver begins at another one, which spreads the load.
-            first = share.takers.index(self._rank) * _MAX_SOURCES % len(share.holders)
-            chosen = (*share.holders[first:], *share.holders[:first])[:_MAX_SOURCES]
+            first = bundle.receivers.index(self._rank) * _MAX_SOURCES % len(bundle.sources)
+            chosen = (*bundle.sources[first:], *bundle.sources[:first])[:_MAX_SOURCES]
             addresses = [parse_address(member.ranks[rank].source) for rank in chosen]
-            taken = [paths[number] for number in share.numbers]
-            bundles.append(IncomingBundle(share.name, addresses, taken, len(share.takers) > 1))
+            taken = [paths[number] for number in bundle.numbers]
+            bundles.append(IncomingBundle(bundle.name, addresses, taken, len(bundle.receivers) > 1))
         timeout_s = left_s(self._deadline_s)
-        return receive_state(self._described, tree, bundles, self._target, timeout_s, atomic=self._atomic)
+        return receive_bundles(self._described, tree, bundles, self._target, timeout_s, atomic=self._atomic)
 
     # The group's store.
 
@@ -284,7 +295,7 @@ class _Call:
     def _forget(self, member: Member, address: str) -> None:
         # A rank that was killed can't remove its own address. Ranks whose time limit passes a little later
         # must not report this rank as absent. If the store answers late, the addresses may be of later calls.
-        for rank, lost in member.lost.items():
+        for rank, lost in member.lost_addresses.items():
             self._store.compare_set(_key(rank), lost, CALLED)
         self._store.compare_set(_key(self._rank), address, "" if member.ranks else CALLED)
 

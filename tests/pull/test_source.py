@@ -127,7 +127,7 @@ def test_the_memory_of_a_snapshot_is_used_again() -> None:
     with serve(filled(0), version=0) as source:
         for version in range(1, 6):
             source.publish(filled(version), version=version)
-            (current,) = source._shelf._leases.current.values()
+            (current,) = source._versions._leases.current.values()
             assert current.block is not None
             addresses.append(current.block.tensor.data_ptr())
     assert len(set(addresses)) == 2
@@ -402,17 +402,17 @@ def test_a_publish_that_waits_for_another_one_obeys_its_own_timeout() -> None:
 def test_withdraw_and_close_free_the_memory_of_snapshots() -> None:
     with serve(filled(1), version=1) as source:
         source.publish(filled(2), version=2)
-        block = weakref.ref(source._shelf._leases.current["state"].block[0])  # type: ignore[index]
+        block = weakref.ref(source._versions._leases.current["state"].block[0])  # type: ignore[index]
         source.withdraw()
         assert block() is None
         source.publish(filled(2), version=2)
-        block = weakref.ref(source._shelf._leases.current["state"].block[0])  # type: ignore[index]
+        block = weakref.ref(source._versions._leases.current["state"].block[0])  # type: ignore[index]
     assert block() is None
 
 
 def test_an_entry_of_a_reader_keeps_nothing_of_its_version() -> None:
     with serve(filled(1), version=1) as source:
-        held = weakref.ref(source._shelf._leases.current["state"])
+        held = weakref.ref(source._versions._leases.current["state"])
         fetch(source.address)
         source.publish(filled(2), version=2)
         source.publish(filled(3), version=3)

@@ -22,17 +22,17 @@ from tests.support.cluster import Cluster, Outcome, WorkerDied
 from torchferry.engine import bundles
 from torchferry.engine.coordination import Member
 from torchferry.engine.published import Published
-from torchferry.engine.shelf import Shelf
+from torchferry.engine.version_store import VersionStore
 from torchferry.links.http_client import HttpConnection
 from torchferry.serving import Source
 
 NOTICED_S = 1.0
 # By how much a call may exceed its timeout.
 LATE_S = 0.9
-STEPS = ("join", "has", "ready", "done")
+STEPS = ("join", "inventory", "ready", "done")
 # While bytes are moved: a source grants a lease, or reads the state, or a receiver begins.
 MOVES: dict[str, tuple[Any, str]] = {
-    "serve": (Shelf, "lease"),
+    "serve": (VersionStore, "lease"),
     "read": (Published, "read"),
     "fetch": (bundles, "fetch_state"),
 }
@@ -74,19 +74,19 @@ def take_part(
 ) -> dict[str, Any]:
     """Sync. The victims are struck before or after they say something, or while bytes are moved."""
     if rank in victims and step in STEPS:
-        say = Member.say
+        post = Member.post
 
-        def strike_and_say(self: Member, **news: Any) -> Any:
-            if step in news:
-                Member.say = say  # type: ignore[method-assign]
+        def strike_and_post(self: Member, **fields: Any) -> Any:
+            if step in fields:
+                Member.post = post  # type: ignore[method-assign]
                 if when == "before":
                     strike(folder, how)
                 else:
                     # When it waits for the answer.
                     strike_at(HttpConnection, "_receive", folder, how)
-            return say(self, **news)
+            return post(self, **fields)
 
-        Member.say = strike_and_say  # type: ignore[method-assign]
+        Member.post = strike_and_post  # type: ignore[method-assign]
     elif rank in victims:
         strike_at(*MOVES[step], folder, how)
     size = 1 << (22 if step == "read" else 18)
@@ -141,7 +141,7 @@ def rare(case: object) -> Any:
     return pytest.param(case, marks=pytest.mark.slow_fault)
 
 
-@pytest.mark.parametrize(("victim", "step"), [(0, "has"), (2, "done")])
+@pytest.mark.parametrize(("victim", "step"), [(0, "inventory"), (2, "done")])
 def test_a_killed_rank_does_not_keep_the_others(
     five: Cluster, tmp_path: Path, victim: int, step: str
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_that_is_killed_while_others_have_not_joined_does_not_hide_who_is
     for outcome in outcomes:
         if outcome.rank in (1, 2, 4):
             assert outcome.value["late"]
-            assert "rank 3 did not call it in time" in outcome.value["error"]
+            assert "rank 3 did not call sync in time" in outcome.value["error"]
             assert outcome.value["seconds"] < 5
 
 
@@ -266,7 +266,7 @@ def test_every_rank_names_the_absent_one_also_if_the_coordinator_calls_later(qua
     outcomes = quad.start([(call_late, (0, 1.6, -1, 2, 3.0))] * 4, timeout_s=20).outcomes()
     for outcome in outcomes:
         if outcome.rank != 2:
-            assert "rank 2 did not call it in time; nothing was written" in outcome.value
+            assert "rank 2 did not call sync in time; nothing was written" in outcome.value
 
 
 @pytest.mark.slow
@@ -361,7 +361,7 @@ def test_the_timeout_holds_if_the_coordinator_is_stopped_with_the_store(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fork_server")
-@pytest.mark.parametrize("step", ["join", "has"])
+@pytest.mark.parametrize("step", ["join", "inventory"])
 def test_the_next_call_succeeds_when_the_store_answers_again(tmp_path: Path, step: str) -> None:
     with stopped_with_the_store(tmp_path, step) as ranks:
         for rank in ranks[1:]:

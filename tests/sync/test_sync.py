@@ -139,7 +139,7 @@ class TestReplicas:
     def test_a_trusted_rank_must_have_the_version(self, pair: Cluster) -> None:
         for error in errors_of(pair, catch_up, [4, 2], {"trust": 1}):
             assert isinstance(error, torchferry.BadArgument)
-            assert "trust=1: rank 1 has version 2, and the highest is 4" in str(error)
+            assert "trust=1: rank 1 passed version=2, and the highest version is 4" in str(error)
 
 
 def sync_with_a_deviation(rank: int, trust: int | None, per_rank: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class TestFailures:
                     assert isinstance(outcome.error, RemoteError)
                     error = outcome.error.original
                     assert isinstance(error, torchferry.LinkTimeout)
-                    assert f"rank {absent} did not call it in time" in str(error)
+                    assert f"rank {absent} did not call sync in time" in str(error)
 
     def test_a_call_after_one_that_timed_out_succeeds(self, quad: Cluster) -> None:
         jobs = [None, *[(catch_up, ([1] * 4, {"timeout": 0.3}))] * 3]
@@ -202,10 +202,10 @@ class TestFailures:
     def test_a_rank_that_calls_when_the_others_have_given_up_is_told_so(self, pair: Cluster) -> None:
         early = pair.start([(catch_up, ([1, 1], {"timeout": 0.3})), None]).outcomes()[0]
         late = pair.start([None, (catch_up, ([1, 1], {"timeout": 0.3}))]).outcomes()[1]
-        assert "rank 1 did not call it in time" in str(early.error)
+        assert "rank 1 did not call sync in time" in str(early.error)
         assert isinstance(late.error, RemoteError)
         assert isinstance(late.error.original, TimeoutError)
-        assert "rank 0 called it, but its call is over" in str(late.error)
+        assert "the call of rank 0 is over" in str(late.error)
 
     def test_a_receiver_that_does_not_fit_raises_and_the_others_name_it(self, quad: Cluster) -> None:
         answers = quad.run(sync_another_shape)

@@ -26,6 +26,7 @@ from torchferry.core.plan import MAX_CHUNKS, make_plan
 from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
 from torchferry.engine import SendOptions, remote, send_state
+from torchferry.engine.coordination import Coordinator
 from torchferry.engine.pull_handler import _LEASE_PATH
 from torchferry.links import http_server
 from torchferry.links.http import MAX_HEAD_BYTES
@@ -199,15 +200,17 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     written = dict(table("## Limits"))
     assert written == {
         "head of a request or answer": f"{MAX_HEAD_BYTES >> 10} KiB",
-        "body of a request": f"{http_server.MAX_REQUEST_BYTES >> 10} KiB",
+        "body of a request": f"{http_server.MAX_REQUEST_BYTES >> 10} KiB; "
+        f"{Coordinator.max_request_bytes >> 30} GiB for `/v1/sync`",
         "answer that is neither metadata nor chunks": f"{remote._MAX_ANSWER_BYTES >> 10} KiB",
         "manifest, at the receiver": f"{MAX_METADATA_BYTES >> 20} MiB by default",
         "digests, at the receiver": "8 bytes for each of `chunks`",
         "chunks of a plan": f"{MAX_CHUNKS:,}",
         "first request of a connection, with its token": f"within {http_server.GUEST_S:g} s",
         "connections without a token": f"{http_server.MAX_GUESTS}; the oldest is closed for the next",
-        "connections with a token": f"{http_server.MAX_CONNECTIONS:,}; then 503",
-        "wait for the next request of a connection": f"{http_server.IDLE_S:g} s",
+        "connections with a token": f"{http_server.MAX_CONNECTIONS:,}; then 503. No limit for `/v1/sync`",
+        "wait for the next request of a connection": f"{http_server.IDLE_S:g} s; "
+        f"{Coordinator.idle_s:,.0f} s for `/v1/sync`",
         "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",
         "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
         "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",

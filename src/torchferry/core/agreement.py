@@ -1,7 +1,7 @@
 """What the ranks of a sync tell the coordinating rank, and what it answers: data, and the rules of each step.
 
-Every rank takes the same steps: it joins, describes what it has, gets ready, and is done. The answer to a
-step comes when all ranks that are still there have taken it.
+Every rank posts the same steps: `join`, `inventory`, `ready`, `done`. The coordinator answers a step when all
+ranks that are not lost have posted it.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,6 +23,10 @@ from torchferry.errors import (
     show_ranks,
 )
 
+# The status of an answer that is not 200.
+OTHER_CALL = 409  # this is the coordinator of an earlier call
+COORDINATOR_CLOSED = 410  # its call is over; the body says why
+
 
 class Join(Struct, frozen=True):
     """A rank joins. `call` must be equal on all ranks. `coordinator` and `source` are its two addresses."""
@@ -35,8 +39,8 @@ class Join(Struct, frozen=True):
     source: str
 
 
-class Has(Struct, frozen=True):
-    """What a rank has: a `Table`, with the manifest encoded. `version` is the target version it answers."""
+class Inventory(Struct, frozen=True):
+    """What a rank has: a `Table`, with its manifest encoded. `version` is the target version."""
 
     version: int
     manifest: bytes
@@ -49,17 +53,17 @@ class Post(Struct, frozen=True, omit_defaults=True):
     """What a rank posts. Fields that it posted before may be left out, unless the coordinator is a new one.
 
     `ready` names the assignment that it is ready for, by the coordinator that made it. A rank that `failed`
-    leaves the sync. `gone` has the coordinators that were lost, with the reasons. `left_s` is how long the
+    leaves the sync. `lost` has the coordinators that were lost, with the reasons. `left_s` is how long the
     rank can wait for the answer.
     """
 
     rank: int
     join: Join | None = None
-    has: Has | None = None
+    inventory: Inventory | None = None
     ready: int | None = None
     done: bool = False
     failed: str | None = None
-    gone: dict[int, str] = {}
+    lost: dict[int, str] = {}
     left_s: float | None = None
 
 
@@ -70,28 +74,28 @@ class TargetVersion(Struct, frozen=True, tag="Target"):
     ranks: dict[int, Join]
 
 
-class Share(Struct, frozen=True):
-    """A bundle as one rank sees it. `numbers` are occurrences in its tree; holders and takers are ranks."""
+class RankBundle(Struct, frozen=True):
+    """A bundle as one rank sees it. `numbers` are occurrences in its tree."""
 
     name: str
     numbers: tuple[int, ...]
-    holders: tuple[int, ...]
-    takers: tuple[int, ...]
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
-class Order(Struct, frozen=True, tag=True):
-    """Answers `has`: what a rank serves and takes.
+class RankAssignment(Struct, frozen=True, tag=True):
+    """Answers `inventory`: the bundles that a rank serves and receives.
 
     `tree` is the encoded manifest that its state gets; empty if it keeps its own.
     """
 
     coordinator: int
-    serves: tuple[Share, ...] = ()
-    takes: tuple[Share, ...] = ()
+    serves: tuple[RankBundle, ...] = ()
+    receives: tuple[RankBundle, ...] = ()
     tree: bytes = b""
 
 
-class Go(Struct, frozen=True, tag=True):
+class Proceed(Struct, frozen=True, tag=True):
     """Answers `ready`: all bundles are served."""
 
 
@@ -118,27 +122,28 @@ class Refusal(Struct, frozen=True, tag=True):
         return {"late": LinkTimeout, "nothing": NoSuchVersion, "argument": BadArgument}[self.kind](self.what)
 
 
-Answer: TypeAlias = TargetVersion | Order | Go | Finished | Refusal
+Answer: TypeAlias = TargetVersion | RankAssignment | Proceed | Finished | Refusal
 
 post_decoder = Decoder(Post)
 answer_decoder: Decoder[Answer] = Decoder(Answer)
 
 
-def choose_target(joined: Mapping[int, Join], gone: Mapping[int, str]) -> TargetVersion | Refusal:
+def choose_target(joined: Mapping[int, Join], lost: Mapping[int, str]) -> TargetVersion | Refusal:
     """Return the version that all ranks shall have: the highest that a rank has."""
     calls = {rank: join.call for rank, join in sorted(joined.items())}
     if len({*calls.values()}) > 1:
         listed = ", ".join(f"rank {rank} {call}" for rank, call in calls.items())
-        return Refusal("argument", f"the ranks made different calls: {listed}. Call the same on all ranks")
+        return Refusal("argument", f"the ranks made different calls: {listed}. Pass the same on all ranks")
     versions = [join.version for join in joined.values() if join.version is not None]
     if not versions:
-        lost = "".join(f"; rank {rank} failed: {reason}" for rank, reason in gone.items())
-        what = f"no rank has a version to take over: {show_ranks(sorted(joined))} passed version=None{lost}"
+        why = "".join(f"; rank {rank} failed: {reason}" for rank, reason in lost.items())
+        what = f"no rank has a version to take over: {show_ranks(sorted(joined))} passed version=None{why}"
         return Refusal("nothing", f"{what}. Load a checkpoint on one rank, or pass the version that it has")
     trust = next(iter(joined.values())).trust
     if trust is not None and (trust not in joined or joined[trust].version != max(versions)):
-        has = "did not join" if trust not in joined else f"has version {joined[trust].version}"
-        return Refusal("argument", f"trust={trust}: rank {trust} {has}, and the highest is {max(versions)}")
+        has = "did not join" if trust not in joined else f"passed version={joined[trust].version}"
+        what = f"trust={trust}: rank {trust} {has}, and the highest version is {max(versions)}"
+        return Refusal("argument", f"{what}. Trust a rank that has it")
     return TargetVersion(max(versions), dict(joined))
 
 
@@ -149,20 +154,30 @@ def refusal_of(error: PartsLost | ReplicasDiffer) -> Refusal:
     return Refusal("differ", error.advice, differences=error.differences)
 
 
-def order_for(rank: int, coordinator: int, assignment: Assignment, manifests: Mapping[int, bytes]) -> Order:
-    """Return what one rank serves and takes."""
-    serves: list[Share] = []
-    takes: list[Share] = []
+def assignment_for(
+    rank: int, coordinator: int, assignment: Assignment, manifests: Mapping[int, bytes]
+) -> RankAssignment:
+    """Return what one rank serves and receives."""
+    serves: list[RankBundle] = []
+    receives: list[RankBundle] = []
     for number, bundle in enumerate(assignment.bundles):
-        for ranks, shares in ((bundle.holders, serves), (bundle.takers, takes)):
+        for ranks, bundles in ((bundle.sources, serves), (bundle.receivers, receives)):
             if rank in ranks:
-                numbers = tuple(bundle.numbers[rank])
-                shares.append(Share(f"sync {coordinator}.{number}", numbers, bundle.holders, bundle.takers))
+                name, numbers = f"sync {coordinator}.{number}", tuple(bundle.numbers[rank])
+                bundles.append(RankBundle(name, numbers, bundle.sources, bundle.receivers))
     tree = assignment.trees.get(rank, rank)
-    return Order(coordinator, tuple(serves), tuple(takes), manifests[tree] if tree != rank else b"")
+    encoded = manifests[tree] if tree != rank else b""
+    return RankAssignment(coordinator, tuple(serves), tuple(receives), encoded)
 
 
-def late(missing: Collection[int], step: str) -> Refusal:
-    """Return the refusal that says which ranks did not take a step in time."""
-    did_not = {"join": "call it", "has": "describe the state", "ready": "serve the state"}[step]
-    return Refusal("late", f"{show_ranks(sorted(missing))} did not {did_not} in time; nothing was written")
+def late(missing: Collection[int], step: str, call: str) -> Refusal:
+    """Return the refusal that says which ranks did not post a step of this call in time."""
+    function = call.partition("(")[0]
+    did_not = {"join": f"call {function}", "inventory": "describe the state", "ready": "serve the state"}[
+        step
+    ]
+    return Refusal(
+        "late",
+        f"{show_ranks(sorted(missing))} did not {did_not} in time; nothing was written. If they are "
+        "alive, pass a longer timeout; if not, create a group without them",
+    )

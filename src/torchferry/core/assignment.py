@@ -1,7 +1,7 @@
 """Who takes which leaves from whom in a sync, decided from the tables of all ranks.
 
 Leaves of two ranks are replicas if they have the same path and, if they are sharded, the same position.
-Ranks that have the version hold leaves; each other rank takes a leaf from all ranks that hold a replica.
+Each rank that is behind receives a leaf from all ranks that have the version and a replica of the leaf.
 """
 
 from collections import defaultdict
@@ -43,18 +43,18 @@ class Table(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Leaves that the same ranks take from the same ranks. `numbers` are their occurrences on each rank.
+    """Leaves that the same ranks receive from the same ranks. `numbers` are their occurrences on each rank.
 
-    The numbers of a taker are occurrences in the tree that `Assignment` gives it.
+    The numbers of a receiver are occurrences in the tree that `Assignment` gives it.
     """
 
-    holders: tuple[int, ...]
-    takers: tuple[int, ...]
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
     numbers: dict[int, list[int]]
 
 
 class Assignment(NamedTuple):
-    """All bundles. `trees` maps each rank that takes some to the rank whose tree it gets, maybe its own."""
+    """All bundles. `trees` maps each receiver to the rank whose tree it gets, maybe its own."""
 
     bundles: Sequence[Bundle]
     trees: Mapping[int, int]
@@ -77,18 +77,18 @@ def assign(
             numbers[rank][key] = number
             found.setdefault(key, {}).setdefault(table.digests[leaf], []).append(rank)
     per_rank = {path for table in (*sources.values(), *receivers.values()) for path in table.per_rank}
-    holders, takers = _agree(found, per_rank, trust)
-    trees = {rank: rank for ranks in takers.values() for rank in ranks}
+    source_ranks, receiver_ranks = _agree(found, per_rank, trust)
+    trees = {rank: rank for ranks in receiver_ranks.values() for rank in ranks}
     wanted = _Wanted(found, sources, numbers, part_of)
     for rank, table in sorted(receivers.items()):
         trees[rank], numbers[rank] = wanted.by(rank, table)
         for key in numbers[rank]:
-            takers[key].append(rank)
+            receiver_ranks[key].append(rank)
     wanted.raise_if_lost()
     bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], Bundle] = {}
-    for key, ranks in takers.items():
+    for key, ranks in receiver_ranks.items():
         # A rank that takes values from the trusted rank serves only leaves that no other rank has.
-        serving = [rank for rank in holders[key] if rank not in trees] or holders[key]
+        serving = [rank for rank in source_ranks[key] if rank not in trees] or source_ranks[key]
         kind = tuple(serving), tuple(ranks)
         bundle = bundles.setdefault(kind, Bundle(*kind, {rank: [] for rank in (*serving, *ranks)}))
         for rank in (*serving, *ranks):
@@ -100,28 +100,28 @@ def _agree(
     found: Mapping[Key, Mapping[bytes, Sequence[int]]], per_rank: Collection[str], trust: int | None
 ) -> tuple[dict[Key, list[int]], defaultdict[Key, list[int]]]:
     """Return which ranks hold each part, and which ranks that have the version take it from `trust`."""
-    holders: dict[Key, list[int]] = {}
-    takers: defaultdict[Key, list[int]] = defaultdict(list)
+    source_ranks: dict[Key, list[int]] = {}
+    receiver_ranks: defaultdict[Key, list[int]] = defaultdict(list)
     differences: list[Difference] = []
     for key, by_digest in found.items():
         groups = list(by_digest.values())
         if is_named(key[0], per_rank):
-            holders[key] = [min(map(min, groups))]
+            source_ranks[key] = [min(map(min, groups))]
             continue
         chosen = next((group for group in groups if len(groups) == 1 or trust in group), None)
         if chosen is None:
             position = key[1].position if key[1] is not None else ""
             differences.append(Difference(format_path(key[0]), position, tuple(map(tuple, groups))))
             continue
-        holders[key] = list(chosen)
+        source_ranks[key] = list(chosen)
         if len(groups) > 1:
-            takers[key] += sorted(rank for group in groups if group is not chosen for rank in group)
+            receiver_ranks[key] += sorted(rank for group in groups if group is not chosen for rank in group)
     if differences:
         advice = "pass trust=RANK to take that rank's values, or list paths that may differ in per_rank="
         if trust is not None:
             advice = f"trust={trust} does not help: rank {trust} does not hold these parts"
         raise ReplicasDiffer(differences, advice)
-    return holders, takers
+    return source_ranks, receiver_ranks
 
 
 class _Wanted:

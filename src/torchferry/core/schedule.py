@@ -24,8 +24,8 @@ OVERDUE_S = 1.0
 PEER_S = 0.2
 """How long another receiver may be silent: it sends no bytes, and does not answer whether it is alive."""
 
-PEER_REST_S = 10.0
-"""How long another receiver rests after it was silent for too long: the next source is as good."""
+PEER_BACKOFF_S = 10.0
+"""How long another receiver is not asked again after it was silent for too long: the next one is as good."""
 
 _SLOW = 4
 """A chunk is late if it takes this many times as long as chunks usually take."""
@@ -36,26 +36,26 @@ _MAX_FAILURES = 3
 
 @dataclass
 class Backoff:
-    """When a source may be asked again: it rests after it was overdue, each time twice as long.
+    """When a source that was overdue may be asked again: each time after twice as long.
 
     >>> backoff = Backoff()
-    >>> backoff.overdue(now_s=10.0), backoff.rests(10.9), backoff.rests(11.0)
+    >>> backoff.overdue(now_s=10.0), backoff.is_active(10.9), backoff.is_active(11.0)
     (None, True, False)
     """
 
-    first_rest_s: float = OVERDUE_S
+    first_delay_s: float = OVERDUE_S
     _failures: Counter[int] = field(default_factory=Counter)  # by lane, since its last chunk landed
-    _rest_s: float = 0.0
-    _rests_until_s: float = 0.0
+    _delay_s: float = 0.0
+    _until_s: float = 0.0
 
-    def rests(self, now_s: float) -> bool:
+    def is_active(self, now_s: float) -> bool:
         """Return whether other sources are to be asked first."""
-        return now_s < self._rests_until_s
+        return now_s < self._until_s
 
     def overdue(self, now_s: float) -> None:
         """Note that the source was too slow."""
-        self._rest_s = 2 * self._rest_s or self.first_rest_s
-        self._rests_until_s = now_s + self._rest_s
+        self._delay_s = 2 * self._delay_s or self.first_delay_s
+        self._until_s = now_s + self._delay_s
 
     def failed(self, lane: int) -> bool:
         """Note that a lane broke, or delivered a damaged chunk; return whether to give the source up."""
@@ -64,7 +64,7 @@ class Backoff:
 
     def landed(self, lane: int) -> None:
         """Note that the source delivered a chunk."""
-        self._failures[lane], self._rest_s = 0, 0.0
+        self._failures[lane], self._delay_s = 0, 0.0
 
 
 @dataclass

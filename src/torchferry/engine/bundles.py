@@ -69,7 +69,7 @@ def bundle_keys(paths: Sequence[Path]) -> list[str]:
     return list(keys)
 
 
-class _Receiving:
+class _BundleFetches:
     """The fetches of all bundles, into the `local` values. `results` has what each returned or raised."""
 
     def __init__(
@@ -186,7 +186,7 @@ class _Receiving:
         return torn_after(failure, **lists)
 
 
-def receive_state(
+def receive_bundles(
     local: Description,
     tree: Manifest,
     bundles: Sequence[IncomingBundle],
@@ -211,7 +211,7 @@ def receive_state(
     if atomic and loading.objects:
         loading.back_up({part for leaf in places.values() for part in local.manifest.leaves[leaf].parts})
     known = {path: local.values[leaf] for path, leaf in places.items()}
-    receiving = _Receiving(bundles, known, version, timeout_s, context)
+    receiving = _BundleFetches(bundles, known, version, timeout_s, context)
     receiving.run(atomic=atomic)
     received = receiving.values()
     builders = container_builders(tree)
@@ -275,7 +275,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
     return ours if found.identical else {pair.path: pair.local for pair in found.pairs}
 
 
-def _explain(error: BaseException, receiving: _Receiving, loading: Loading) -> FerryError:
+def _explain(error: BaseException, receiving: _BundleFetches, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
     failure = error if isinstance(error, FerryError) else StateError(what_of(error))
     paths = [path for bundle in receiving.bundles for path in bundle.paths]

@@ -15,24 +15,26 @@ from typing import Any
 from msgspec import msgpack, structs
 
 from torchferry.core.agreement import (
+    COORDINATOR_CLOSED,
+    OTHER_CALL,
     Answer,
     Finished,
-    Go,
-    Has,
+    Inventory,
     Join,
     Post,
+    Proceed,
     Refusal,
     TargetVersion,
     answer_decoder,
+    assignment_for,
     choose_target,
     late,
-    order_for,
     post_decoder,
     refusal_of,
 )
 from torchferry.core.assignment import Assignment, Table, assign
 from torchferry.core.codec import decode_manifest, decode_value
-from torchferry.core.pull import CHANGED, LEASE_ENDED, OK
+from torchferry.core.pull import OK
 from torchferry.engine.deadlines import left_s
 from torchferry.errors import (
     FerryError,
@@ -41,7 +43,6 @@ from torchferry.errors import (
     LinkTimeout,
     PartsLost,
     ReplicasDiffer,
-    show_ranks,
 )
 from torchferry.links.address import parse_address
 from torchferry.links.http_client import HttpConnection
@@ -62,7 +63,8 @@ _LOOK_S = 0.2
 """How often a coordinator checks whether a rank that waits for an answer is still connected."""
 
 _DEAD_S = 0.5
-"""How long nothing may listen at the address that a rank has in the store. It removes it before it closes."""
+"""A rank whose address in the store refuses connections for this long is lost. A rank whose call ends removes
+its address before it stops listening."""
 
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
@@ -100,8 +102,8 @@ class Coordinator:
         self._rank, self._size, self._deadline_s = rank, size, deadline_s
         self._look_up, self._is_connected = look_up, is_connected
         self._changed = threading.Condition()
-        self._said: dict[int, Post] = {}  # all fields that each rank has posted
-        self._gone: dict[int, str] = {}  # the ranks that were lost or failed, with the reasons
+        self._posted: dict[int, Post] = {}  # all fields that each rank has posted
+        self._lost_ranks: dict[int, str] = {}  # the ranks that were lost or failed, with the reasons
         self._connections: dict[int, int] = {}  # of each rank
         self._deadlines: dict[int, float] = {}  # of each rank: those that called earlier have earlier ones
         self._answered: set[int] = set()  # the ranks that got their last answer
@@ -134,7 +136,7 @@ class Coordinator:
 
     def _lose(self, rank: int, reason: str) -> None:
         logger.debug("rank %d is gone: %s", rank, reason)
-        self._gone.setdefault(rank, reason)
+        self._lost_ranks.setdefault(rank, reason)
         self._changed.notify_all()
 
     def answer(self, request: Request) -> Response:
@@ -142,17 +144,17 @@ class Coordinator:
         post = decode_value(request.body, post_decoder)
         with self._changed:
             is_over = self._closed is not None or self._assignment is not None
-            if is_over and post.join is not None and not post.gone:
-                return Response(CHANGED)  # this is the coordinator of an earlier call
+            if is_over and post.join is not None and not post.lost:
+                return Response(OTHER_CALL)  # this is the coordinator of an earlier call
             if self._closed is None:
                 self._note(post, request.connection)
                 self._waiting.add(post.rank)
             while self._closed is not None or (answer := self._answer_to(post.rank)) is None:
                 if self._closed is not None:
-                    return _lease_ended(self._closed)
+                    return _closed_response(self._closed)
                 if not self._is_connected(request.connection):
                     self._lose(post.rank, _LOST)
-                    return _lease_ended(_LOST)
+                    return _closed_response(_LOST)
                 self._changed.wait(min(_LOOK_S, self._left_s(post.rank)))
             if isinstance(answer, Refusal):
                 self._assignment = answer  # every rank gets it, even if the ranks that caused it leave
@@ -163,24 +165,24 @@ class Coordinator:
             return Response(OK, msgpack.encode(answer))
 
     def _note(self, post: Post, connection: int) -> None:
-        rank, known = post.rank, self._said.get(post.rank, Post(post.rank))
-        if rank == self._rank and rank not in self._said:
-            threading.Thread(target=self._look_for_dead, name="torchferry-look", daemon=True).start()
-        news = {name: value for name, value in structs.asdict(post).items() if value is not None}
-        self._said[rank] = post if post.join is not None else structs.replace(known, **news)
+        rank, known = post.rank, self._posted.get(post.rank, Post(post.rank))
+        if rank == self._rank and rank not in self._posted:
+            threading.Thread(target=self._find_dead_ranks, name="torchferry-look", daemon=True).start()
+        fields = {name: value for name, value in structs.asdict(post).items() if value is not None}
+        self._posted[rank] = post if post.join is not None else structs.replace(known, **fields)
         self._connections[rank] = connection
         if post.left_s is not None:
             self._deadlines[rank] = time.monotonic() + post.left_s
-        for other, reason in post.gone.items():
+        for other, reason in post.lost.items():
             # Keep the reason of a rank that knows why, not that of one that only lost the connection.
-            if self._gone.get(other, _LOST) == _LOST:
-                self._gone[other] = reason
-        self._gone.pop(rank, None)
+            if self._lost_ranks.get(other, _LOST) == _LOST:
+                self._lost_ranks[other] = reason
+        self._lost_ranks.pop(rank, None)
         if post.failed is not None:
             self._lose(rank, post.failed)
         self._changed.notify_all()
 
-    def _look_for_dead(self) -> None:
+    def _find_dead_ranks(self) -> None:
         """Until all ranks have posted, note those that were killed before they could connect to this one."""
         dead: dict[str, float] = {}  # since when, by address
         while True:
@@ -202,60 +204,64 @@ class Coordinator:
                             self._lose(rank, _LOST)
 
     def _missing(self) -> list[int]:
-        return [each for each in range(self._size) if each not in self._said and each not in self._gone]
+        known = self._posted.keys() | self._lost_ranks.keys()
+        return [each for each in range(self._size) if each not in known]
 
     # The rules of each step. Callers hold the lock.
 
     def _answer_to(self, rank: int) -> Answer | None:
         """Return the answer to the last step that a rank took; None while it must wait for other ranks."""
-        mine = self._said[rank]
-        if mine.failed is not None:
-            return Go()
-        posts = {each: self._said.get(each, Post(each)) for each in range(self._size)}
-        here = {each: post for each, post in posts.items() if each not in self._gone}
-        if mine.done:
-            return self._finish(rank, {each for each, post in here.items() if not post.done})
+        own = self._posted[rank]
+        if own.failed is not None:
+            return Proceed()
+        posts = {each: self._posted.get(each, Post(each)) for each in range(self._size)}
+        present = {each: post for each, post in posts.items() if each not in self._lost_ranks}
+        if own.done:
+            return self._finish(rank, {each for each, post in present.items() if not post.done})
         if isinstance(self._assignment, Refusal):
             return self._assignment
-        if absent := {each for each, post in here.items() if post.join is None}:
+        if absent := {each for each, post in present.items() if post.join is None}:
             return self._late(rank, absent, "join")
-        here = {each: post for each, post in here.items() if not post.done}
-        if mine.ready == self._rank:
-            waiting = {each for each, post in here.items() if post.ready != self._rank}
-            return self._late(rank, waiting, "ready") if waiting else Go()
-        return self._order(rank, here)
+        present = {each: post for each, post in present.items() if not post.done}
+        if own.ready == self._rank:
+            waiting = {each for each, post in present.items() if post.ready != self._rank}
+            return self._late(rank, waiting, "ready") if waiting else Proceed()
+        return self._order(rank, present)
 
     def _order(self, rank: int, posts: Mapping[int, Post]) -> Answer | None:
-        """Answer `join` and `has`, given the posts of all ranks that have joined and are not done."""
-        said = [(each, post) for each, post in self._said.items() if each not in self._gone]
+        """Answer `join` and `inventory`, given the posts of all ranks that have joined and are not done."""
+        kept = [(each, post) for each, post in self._posted.items() if each not in self._lost_ranks]
         if self._assignment is None:
-            target = choose_target({each: post.join for each, post in said if post.join}, self._gone)
+            target = choose_target({each: post.join for each, post in kept if post.join}, self._lost_ranks)
             if isinstance(target, Refusal):
                 return target
             described = {
-                n: each.has for n, each in posts.items() if each.has and each.has.version == target.version
+                n: each.inventory
+                for n, each in posts.items()
+                if each.inventory and each.inventory.version == target.version
             }
             if rank not in described:
                 return target
             if waiting := posts.keys() - described.keys():
-                return self._late(rank, waiting, "has")
+                return self._late(rank, waiting, "inventory")
             self._assignment = _assign(described, target)
         if isinstance(self._assignment, Refusal):
             return self._assignment
-        manifests = {each: post.has.manifest for each, post in said if post.has is not None}
-        return order_for(rank, self._rank, self._assignment, manifests)
+        manifests = {each: post.inventory.manifest for each, post in kept if post.inventory is not None}
+        return assignment_for(rank, self._rank, self._assignment, manifests)
 
     def _finish(self, rank: int, waiting: set[int]) -> Answer | None:
         """Answer `done`, while the ranks in `waiting` are not."""
         if waiting and self._left_s(rank):
             return None
-        for each in self._said.keys() - self._gone.keys() - waiting - self._answered:
+        for each in self._posted.keys() - self._lost_ranks.keys() - waiting - self._answered:
             if not self._is_connected(self._connections.get(each, 0)):
                 self._lose(each, _LOST)
-        return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._gone})
+        return Finished({**dict.fromkeys(waiting, "it did not confirm in time"), **self._lost_ranks})
 
     def _late(self, rank: int, waiting: set[int], step: str) -> Refusal | None:
-        return None if self._left_s(rank) else late(waiting, step)
+        join = self._posted[rank].join
+        return None if self._left_s(rank) or join is None else late(waiting, step, join.call)
 
     def _left_s(self, rank: int) -> float:
         """Return how long a rank can wait for its answer."""
@@ -263,15 +269,19 @@ class Coordinator:
         return max(deadline_s - time.monotonic(), 0.0)
 
 
-def _assign(described: Mapping[int, Has], target: TargetVersion) -> Assignment | Refusal:
+def _assign(described: Mapping[int, Inventory], target: TargetVersion) -> Assignment | Refusal:
     sources: dict[int, Table] = {}
     receivers: dict[int, Table] = {}
-    for rank, has in described.items():
+    for rank, inventory in described.items():
         join = target.ranks[rank]
-        digests = [has.digests[start : start + 16] for start in range(0, len(has.digests), 16)]
+        digests = [inventory.digests[start : start + 16] for start in range(0, len(inventory.digests), 16)]
         tables = sources if join.version == target.version else receivers
-        manifest = decode_manifest(has.manifest)
-        tables[rank] = Table(join.global_rank, manifest, digests, has.per_rank, has.optional)
+        try:
+            manifest = decode_manifest(inventory.manifest)
+        except FerryError as error:
+            what = f"the description of rank {rank}'s state can't be decoded: {error.what}"
+            return Refusal("argument", f"{what}. Run the same version of torchferry on all ranks")
+        tables[rank] = Table(join.global_rank, manifest, digests, inventory.per_rank, inventory.optional)
     try:
         return assign(sources, receivers, target.ranks[rank].trust, part_of)
     except (PartsLost, ReplicasDiffer) as error:
@@ -286,8 +296,8 @@ def _can_be_reached(address: str) -> bool:
     return True
 
 
-def _lease_ended(reason: str) -> Response:
-    return Response(LEASE_ENDED, reason.encode())
+def _closed_response(reason: str) -> Response:
+    return Response(COORDINATOR_CLOSED, reason.encode())
 
 
 class Member:
@@ -302,38 +312,38 @@ class Member:
     ) -> None:
         self._rank, self._size, self._deadline_s = rank, size, deadline_s
         self._look_up, self._own = look_up, own
-        self._said = Post(rank)
+        self._posted = Post(rank)
         self._connection: HttpConnection | None = None
-        self._gone: dict[int, str] = {}
+        self._lost_ranks: dict[int, str] = {}
         self._address = ""
         self.ranks: Mapping[int, Join] = {}
         self.has_received = False
 
     @property
-    def lost(self) -> dict[int, str]:
+    def lost_addresses(self) -> dict[int, str]:
         """The addresses of the ranks that were lost."""
-        return {rank: self.ranks[rank].coordinator for rank in self._gone if rank in self.ranks}
+        return {rank: self.ranks[rank].coordinator for rank in self._lost_ranks if rank in self.ranks}
 
     @property
     def coordinator(self) -> int:
         """The lowest rank that was not lost."""
-        return next((rank for rank in range(self._size) if rank not in self._gone), self._rank)
+        return next((rank for rank in range(self._size) if rank not in self._lost_ranks), self._rank)
 
-    def knows(self, ranks: Mapping[int, Join]) -> None:
+    def set_addresses(self, ranks: Mapping[int, Join]) -> None:
         """Remember the addresses of all ranks. The store is not needed for them from now on."""
         self.ranks = self._own.ranks = ranks
 
-    def say(self, **news: Any) -> Answer:
+    def post(self, **fields: Any) -> Answer:
         """Post new fields to the coordinator, and return its answer.
 
         If the coordinator is lost, all fields are posted to the next one. Raises LinkTimeout if there is no
         answer in time, and LinkBroken if no other rank is left.
         """
-        self._said = structs.replace(self._said, **news)
-        post = Post(self._rank, **news)
+        self._posted = structs.replace(self._posted, **fields)
+        post = Post(self._rank, **fields)
         while True:
             if self._connection is None:
-                self._connection, post = self._connect(), self._said
+                self._connection, post = self._connect(), self._posted
             post = structs.replace(post, left_s=left_s(self._deadline_s))
             try:
                 head = self._connection.request(
@@ -341,12 +351,12 @@ class Member:
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
-                    answer = answer_decoder.decode(body)
+                    answer = decode_value(body, answer_decoder)
                     if isinstance(answer, (Finished, Refusal)):
                         self.close()
                     return answer
                 reason = body.decode(errors="replace")
-                is_lost = head.status == LEASE_ENDED or bool(self.ranks)
+                is_lost = head.status == COORDINATOR_CLOSED or bool(self.ranks)
             except LinkTimeout:
                 self.close()  # it would not answer when this rank leaves, either
                 what = f"rank {self.coordinator}, the coordinator, did not answer in time"
@@ -356,14 +366,14 @@ class Member:
                 reason, is_lost = _LOST, bool(self.ranks) or self._look_up(self.coordinator) == self._address
             self.close()
             if is_lost:
-                self._turn_to_next(reason)
+                self._fail_over(reason)
             elif not left_s(self._deadline_s):
                 raise self._absent()
             else:
                 # The address is of an earlier call. The rank will replace it.
                 time.sleep(_POLL_S)
 
-    def leave(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Tell the coordinator why this rank fails. If this rank coordinates, also tell the next one."""
         if self._connection is None:
             return
@@ -372,7 +382,7 @@ class Member:
         self._connection.request("POST", _POST, post, timeout_s=timeout_s)
         if self.coordinator == self._rank and len(self.ranks) > 1:
             self.close()
-            self._gone[self._rank] = reason
+            self._lost_ranks[self._rank] = reason
             self._connection = self._connect()
             self._connection.request("POST", _POST, post, timeout_s=timeout_s)
 
@@ -382,15 +392,15 @@ class Member:
             self._connection.close()
             self._connection = None
 
-    def _turn_to_next(self, reason: str) -> None:
+    def _fail_over(self, reason: str) -> None:
         lost = self.coordinator
         logger.warning("rank %d, the coordinator of the sync, is lost (%s)", lost, reason)
-        self._gone[lost] = reason
-        if lost == self._rank or len(self._gone) == self._size:
+        self._lost_ranks[lost] = reason
+        if lost == self._rank or len(self._lost_ranks) == self._size:
             raise LinkBroken(f"rank {lost}, the coordinator, is lost, and no other rank is left")
         # The next coordinator makes a new assignment, for the ranks that have not received anything yet.
-        done = self._said.done and self.has_received
-        self._said = structs.replace(self._said, ready=None, done=done, gone=dict(self._gone))
+        done = self._posted.done and self.has_received
+        self._posted = structs.replace(self._posted, ready=None, done=done, lost=dict(self._lost_ranks))
 
     def _connect(self) -> HttpConnection:
         refused: dict[str, float] = {}  # when each address refused for the first time
@@ -408,7 +418,7 @@ class Member:
                     # It may be an address of an earlier call, which is replaced soon.
                     since_s = refused.setdefault(address, time.monotonic())
                     if known is not None or time.monotonic() > since_s + _STALE_S:
-                        self._turn_to_next(error.what)
+                        self._fail_over(error.what)
                         continue
             if not left_s(self._deadline_s):
                 raise self._absent()
@@ -416,7 +426,8 @@ class Member:
 
     def _absent(self) -> FerryError:
         absent = [rank for rank in range(self._size) if not self._look_up(rank)]
-        what = f"{show_ranks(absent)} did not call it in time"
-        if not absent:
-            absent, what = [self.coordinator], f"rank {self.coordinator} called it, but its call is over"
-        return LinkTimeout(f"{what}; nothing was written", peer=absent[0])
+        if absent:
+            refusal = late(absent, "join", "" if self._posted.join is None else self._posted.join.call)
+            return LinkTimeout(refusal.what, peer=absent[0])
+        what = f"the call of rank {self.coordinator} is over; nothing was written. Call again on all ranks"
+        return LinkTimeout(what, peer=self.coordinator)

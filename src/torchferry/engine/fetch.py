@@ -368,7 +368,7 @@ class _Fetch(Phases):
         # Peers, which are other receivers, need not know.
         serving = [source for source in self._sources.serving() if not source.is_peer]
         # A source that is known to be too slow is told, but not waited for.
-        ready = [source for source in serving if not source.backoff.rests(time.monotonic())] or serving
+        ready = [source for source in serving if not source.backoff.is_active(time.monotonic())] or serving
         result = Result("confirmed", verified=self.options.verify)
         # A fetch that was complete just in time has a moment left.
         timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _FAILED_S))

@@ -5,7 +5,7 @@ from operator import add
 
 from torch import UntypedStorage
 
-from torchferry.links.endings import close_after_fork
+from torchferry.links.lifecycle import close_after_fork
 from torchferry.tensors.describe import Description
 
 _MAX_STORAGES = 1 << 17

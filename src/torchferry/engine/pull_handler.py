@@ -10,7 +10,7 @@ from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.leases import Lease
 from torchferry.engine.published import Published
-from torchferry.engine.shelf import Shelf
+from torchferry.engine.version_store import VersionStore
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, PeerGaveUp, StateError
 from torchferry.links.http_server import Request, Response
 
@@ -23,21 +23,21 @@ _LEASE_PATH = re.compile(
 
 
 class PullHandler:
-    """Answers requests about the versions on a shelf.
+    """Answers requests about the versions of a source.
 
     `secret` is the key of the tokens with which receivers of one version read from each other. `local_name`
     is the name of the Unix socket for receivers on the same machine; None if there is none.
     """
 
-    def __init__(self, shelf: Shelf, secret: str, port: int, local_name: str | None = None) -> None:
-        self._shelf = shelf
+    def __init__(self, versions: VersionStore, secret: str, port: int, local_name: str | None = None) -> None:
+        self._versions = versions
         self._secret = secret.encode()
         self._port = port
         self._local_name = local_name
 
     def disconnected(self, connection: int) -> None:
         """End the leases whose last connection this was."""
-        self._shelf.disconnected(connection)
+        self._versions.disconnected(connection)
 
     def answer(self, request: Request) -> Response:
         """Answer a request. Every error becomes a status and a reason."""
@@ -54,7 +54,7 @@ class PullHandler:
                 return _failure(pull.BAD_REQUEST, "the Unix socket is for chunks")
             if request.method != ("POST" if what in ("alive", "result", "damaged") else "GET"):
                 return _failure(pull.BAD_REQUEST, f"{request.method} is not for this path")
-            lease = self._shelf.find(lease_id, request.connection)
+            lease = self._versions.find(lease_id, request.connection)
             if about_chunks:
                 return self._answer_about_chunks(request, lease, what, int(first), int(end))
             if what == "result":
@@ -79,7 +79,7 @@ class PullHandler:
     def _grant(self, request: Request) -> Response:
         wanted = decode_value(request.body, pull.lease_request_decoder)
         wait_s = min(wanted.wait_s, pull.MAX_WAIT_S)
-        found = self._shelf.lease(wanted, wait_s, request.connection, request.host)
+        found = self._versions.lease(wanted, wait_s, request.connection, request.host)
         if found is None:
             return Response(pull.NOTHING)
         lease, peers = found
@@ -109,25 +109,25 @@ class PullHandler:
         published = lease.held
         if not 0 <= first < end <= len(published.plan.chunks):
             return _failure(pull.BAD_REQUEST, f"there are no chunks {first} to {end}")
-        if paths := self._shelf.changed_paths(lease, first if what == "damaged" else None):
+        if paths := self._versions.changed_paths(lease, first if what == "damaged" else None):
             return _changed(paths)
         if what == "damaged":
             logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
             return Response(pull.NOTHING)
         # A receiver on this machine reads the snapshot itself.
-        if request.local and (shared := self._shelf.share(lease, first, end)):
+        if request.local and (shared := self._versions.share(lease, first, end)):
             offset = pull.InMemory(published.start(first))
             return Response(pull.IN_MEMORY, msgpack.encode(offset), memory=shared)
-        buffers = self._shelf.read(lease, first, end)
+        buffers = self._versions.read(lease, first, end)
         return Response(pull.OK, headers=_etag(published), nbytes=published.size(first, end), buffers=buffers)
 
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)
         # Without verification, the receiver may have a mixture of old and new bytes.
         is_unverified = result.outcome == "confirmed" and not result.verified
-        if is_unverified and (paths := self._shelf.changed_paths(lease)):
+        if is_unverified and (paths := self._versions.changed_paths(lease)):
             return _changed(paths)
-        self._shelf.finish(lease, result)
+        self._versions.finish(lease, result)
         logger.debug("lease %s: %s %s", lease.id[:8], lease.receiver, result.outcome)
         return Response(pull.NOTHING)
 

@@ -120,7 +120,7 @@ class Receiving:
     def _end_overdue(self) -> None:
         """End connections whose next chunk is overdue, if another source can deliver it.
 
-        A source can't if it rests, is overdue itself, or is still being connected to.
+        A source can't during its backoff, or if it is overdue itself, or is still being connected to.
         """
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
@@ -138,7 +138,7 @@ class Receiving:
                     self._schedule.heard(lane.number, heard_s)
             overdue = self._schedule.overdue(now_s)
             busy = {lane.source for lane in self._lanes if lane.is_connecting or lane.number in overdue}
-            able = [each for each in serving if each not in busy and not each.backoff.rests(now_s)]
+            able = [each for each in serving if each not in busy and not each.backoff.is_active(now_s)]
             for number in overdue:
                 connection = connections[number]
                 if connection is not None and able:
@@ -213,8 +213,8 @@ class Receiving:
         schedule, source = self._schedule, lane.source
         with self._changed:
             while not self._sources.is_over and source.serves and not schedule.is_done:
-                rests = source.backoff.rests(time.monotonic()) and len(self._sources.serving()) > 1
-                if schedule.has_more and not rests:
+                is_last = len(self._sources.serving()) <= 1
+                if schedule.has_more and (is_last or not source.backoff.is_active(time.monotonic())):
                     return True
                 if lane.asked:
                     return False

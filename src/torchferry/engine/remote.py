@@ -15,7 +15,7 @@ from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.core.report import SourceReport
-from torchferry.core.schedule import PEER_REST_S, PEER_S, Backoff
+from torchferry.core.schedule import PEER_BACKOFF_S, PEER_S, Backoff
 from torchferry.core.text import show_text
 from torchferry.errors import (
     BadManifest,
@@ -100,7 +100,7 @@ class RemoteSource:
         self.grant: Grant | None = None
         self.error: FerryError | None = None
         self.heard_s = 0.0
-        self.backoff = Backoff(PEER_REST_S) if is_peer else Backoff()
+        self.backoff = Backoff(PEER_BACKOFF_S) if is_peer else Backoff()
         # One context for all connections: loading the system's certificates takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
         self._max_metadata_bytes = max_metadata_bytes

@@ -19,11 +19,11 @@ from torchferry.core.pull import Grant
 from torchferry.engine.landing import Landing
 from torchferry.engine.published import Published, SnapshotMemory
 from torchferry.engine.pull_handler import PullHandler
-from torchferry.engine.shelf import Shelf
+from torchferry.engine.version_store import VersionStore
 from torchferry.errors import BadArgument, StateError
 from torchferry.links.address import listen
-from torchferry.links.endings import close_after_fork
 from torchferry.links.http_server import HttpServer
+from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.sockets import close_descriptor
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Resharing:
         self._handler: PullHandler | None = None
         self._landing: Landing | None = None
         self._lock = threading.Lock()
-        self._shelf = Shelf(self._disconnect)
+        self._versions = VersionStore(self._disconnect)
         close_after_fork(self)
 
     def port_at(self, host: str) -> int:
@@ -118,8 +118,8 @@ class Resharing:
             self.stop()
             return
         self._landing = landing
-        self._shelf.put(name, _Arriving(grant, encoded, plan, digests, landing), 1.0, "drop")
-        self._handler = PullHandler(self._shelf, grant.peer_token, self._port)
+        self._versions.put(name, _Arriving(grant, encoded, plan, digests, landing), 1.0, "drop")
+        self._handler = PullHandler(self._versions, grant.peer_token, self._port)
         if self._server is not None:
             self._server.add_handler(grant.peer_token, self._handler)
         elif self._listener is not None:
@@ -140,7 +140,7 @@ class Resharing:
         """Stop when nobody takes chunks any more, or after `linger_s`."""
         if self._landing is not None and not linger_s:
             self._landing.stop_reading()
-        self._shelf.close(linger_s)
+        self._versions.close(linger_s)
         if self._landing is not None:
             self._landing.stop_reading()
         with self._lock:
@@ -154,7 +154,7 @@ class Resharing:
 
     def close_inherited(self) -> None:
         """Forget everything in a forked child."""
-        self._shelf.forget()
+        self._versions.forget()
         self._landing, self._lock = None, threading.Lock()
         if self._listener is not None:
             close_descriptor(self._listener)

@@ -27,7 +27,7 @@ from torchferry.errors import (
     what_of,
 )
 from torchferry.links.address import Address, is_numeric
-from torchferry.links.endings import end_at_exit
+from torchferry.links.lifecycle import end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Sources:
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
-            peers = [each for each in serving if each.is_peer and not each.backoff.rests(now_s)]
+            peers = [each for each in serving if each.is_peer and not each.backoff.is_active(now_s)]
             asked = [each for each, since_s in self._asked_s.items() if now_s < since_s + OVERDUE_S]
             due = [each for each in asked if each in self.unanswered]
             while self.chosen is not None and self._peers and len(peers) + len(due) < _PEERS:

@@ -19,8 +19,8 @@ import h11
 from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links import sockets
 from torchferry.links.address import Address
-from torchferry.links.endings import close_after_fork
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
+from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import Ring, address_of, map_ring
 from torchferry.links.shared_memory import close_all, sealed_bytes
 

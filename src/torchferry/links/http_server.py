@@ -26,8 +26,8 @@ import h11
 
 from torchferry.errors import FerryError
 from torchferry.links import sockets
-from torchferry.links.endings import close_after_fork, end_at_exit
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
+from torchferry.links.lifecycle import close_after_fork, end_at_exit
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, address_of, create_ring
 from torchferry.links.shared_memory import SharedBlock
 

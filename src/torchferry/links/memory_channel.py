@@ -23,7 +23,7 @@ from torchferry.core.extents import check_held
 from torchferry.core.push import NONCE_BYTES
 from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 from torchferry.links.base import Channel, Hasher, Pending, abort_of
-from torchferry.links.endings import close_after_fork
+from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
 from torchferry.links.shared_memory import close_all
 from torchferry.links.sockets import (

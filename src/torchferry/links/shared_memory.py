@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from torchferry.links.endings import close_after_fork
+from torchferry.links.lifecycle import close_after_fork
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # no more seals, no shrinking, no growing, no new writers

@@ -46,10 +46,10 @@ def takes(assignment: Assignment, tables: dict[int, Table]) -> dict[int, dict[st
     """Return from whom each rank takes each path."""
     found: dict[int, dict[str, tuple[int, ...]]] = {}
     for bundle in assignment.bundles:
-        for rank in bundle.takers:
+        for rank in bundle.receivers:
             paths = [path for path, _ in occurrences(tables[assignment.trees[rank]].manifest)]
             for number in bundle.numbers[rank]:
-                found.setdefault(rank, {})[str(paths[number][0])] = bundle.holders
+                found.setdefault(rank, {})[str(paths[number][0])] = bundle.sources
     return found
 
 

@@ -194,11 +194,11 @@ def test_a_source_that_is_late_again_and_again_rests_longer_until_it_delivers() 
     backoff = Backoff()
     for rest_s in (1.0, 2.0, 4.0):
         backoff.overdue(100.0)
-        assert backoff.rests(99.9 + rest_s)
-        assert not backoff.rests(100.0 + rest_s)
+        assert backoff.is_active(99.9 + rest_s)
+        assert not backoff.is_active(100.0 + rest_s)
     backoff.landed(0)
     backoff.overdue(200.0)
-    assert not backoff.rests(201.0)
+    assert not backoff.is_active(201.0)
 
 
 def test_a_source_is_given_up_at_its_fourth_failure_in_a_row() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchferry.core.report import FetchReport
 from torchferry.core.tree import Path
-from torchferry.engine.bundles import IncomingBundle, _Receiving, bundle_keys
+from torchferry.engine.bundles import IncomingBundle, _BundleFetches, bundle_keys
 from torchferry.engine.fetch import Fetched
 from torchferry.errors import LinkBroken, TargetTorn, torn_after
 from torchferry.tensors.kinds import RebuildContext
@@ -14,9 +14,9 @@ OTHER: Path = ("optim", "state", 0, "exp_avg_sq")
 WEIGHT: Path = ("model", "weight")
 
 
-def receiving(*bundles: list[Path]) -> _Receiving:
+def receiving(*bundles: list[Path]) -> _BundleFetches:
     incoming = [IncomingBundle(str(number), [], paths, False) for number, paths in enumerate(bundles)]
-    return _Receiving(incoming, {}, 1, 1.0, RebuildContext())
+    return _BundleFetches(incoming, {}, 1, 1.0, RebuildContext())
 
 
 def torn_in_fetch() -> TargetTorn:

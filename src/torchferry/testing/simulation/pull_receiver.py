@@ -305,7 +305,7 @@ class Receiver(Host):
             owes = lane in self.owed.values() and lane.asked_s + OVERDUE_S + SLACK_S < now_s
             is_silent = lane.connection.heard_s + OVERDUE_S + SLACK_S < now_s
             check(not (owes and is_silent) or lane.number in overdue, "a silent lane is not overdue")
-            others = [peer for peer in members if peer is not lane.peer and not peer.backoff.rests(now_s)]
+            others = [peer for peer in members if peer is not lane.peer and not peer.backoff.is_active(now_s)]
             if lane.number in overdue and others:
                 lane.is_overdue = True
                 self.world.close(lane.connection)
@@ -326,7 +326,7 @@ class Receiver(Host):
     def _next_range(self, lane: Lane) -> Steps:
         peer, schedule = lane.peer, self.schedule
         while not self.is_over and self.failure is None and peer.serves and not schedule.is_done:
-            rests = peer.backoff.rests(self.world.now_s) and len(self._members()) > 1
+            rests = peer.backoff.is_active(self.world.now_s) and len(self._members()) > 1
             if not schedule.has_more or rests:
                 yield TICK_S
             elif lane.connection is None:

@@ -101,7 +101,7 @@ class Source(Host):
             self._change(current)
 
     def release(self, concerns: Callable[[Lease[Version]], bool], timeout_s: float, readers: str) -> Steps:
-        """Wait for readers or drop them, as the shelf does; return whether none is left."""
+        """Wait for readers or drop them, as `VersionStore` does; return whether none is left."""
         deadline_s = self.world.now_s + timeout_s
         while True:
             self.expire()

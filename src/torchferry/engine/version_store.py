@@ -20,7 +20,7 @@ _CHECK_S = 1.0
 """How often a wait looks for readers that are silent."""
 
 
-class Shelf:
+class VersionStore:
     """The versions of one source, by name. Threads may use it at the same time.
 
     `disconnect` closes a connection, given its number.
