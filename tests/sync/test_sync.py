@@ -260,6 +260,20 @@ class TestFailures:
                 torchferry.sync({}, **{"version": 1, **options})  # type: ignore[arg-type]
 
 
+def sync_with_another_encoding(rank: int) -> Any:
+    """Rank 1 describes its state in a way that this version can't decode."""
+    if rank != 1:
+        return catch_up(rank, [6, None, None, None], {})
+    with mock.patch("torchferry.syncing.encode_value", return_value=b"\xc1"):
+        return catch_up(rank, [6, None, None, None], {})
+
+
+def test_every_rank_is_told_which_rank_describes_its_state_in_another_way(quad: Cluster) -> None:
+    for error in errors_of(quad, sync_with_another_encoding):
+        assert isinstance(error, torchferry.BadArgument)
+        assert "the description of rank 1's state can't be decoded" in str(error)
+
+
 def sync_another_shape(rank: int) -> dict[str, Any]:
     state = state_of(6.0 if rank in (0, 3) else 0.0, 6)
     if rank == 2:
