@@ -438,7 +438,9 @@ class _Fetch(Phases):
         if isinstance(error, MemoryError):
             error = StateError("there is not enough memory for the fetch")
         if isinstance(error, FerryError):
-            error = error.with_context(phase=self._phase)
+            is_late = isinstance(error, LinkTimeout) and not isinstance(error, LinkStalled)
+            more = f". The timeout was {self.options.timeout_s:g} s" if is_late else ""
+            error = error.with_context(phase=self._phase, more=more)
         if self._sink is None or self._sink.local is None:
             return error
         if isinstance(error, PeerGaveUp) and not self.options.verify:
