@@ -234,7 +234,9 @@ class Sources:
         """Return the error for a fetch that no source can serve. `is_late` says that its deadline passed."""
         given = [source for source in self.all if not source.is_peer]
         errors = [source.error for source in given if source.error is not None]
-        reasons = {each.peer: each.error.what if each.error else "no answer in time" for each in self.all}
+        # A source answers a request for a newer version only when it has one, or after a long time.
+        silent = "no answer in time" + (", or nothing newer" if self.wanted.newer_than is not None else "")
+        reasons = {each.peer: each.error.what if each.error else silent for each in self.all}
         listed = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
         # A version that was granted and is gone is a lost source, not a wrong argument.
         kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
