@@ -20,7 +20,7 @@ from torchferry.core.pull import LeaseRequest
 from torchferry.core.report import FetchReport, merge_reports
 from torchferry.core.tree import Path, format_path, occurrences, rebuild_places
 from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
-from torchferry.engine.loading import Loading, is_below
+from torchferry.engine.loading import Loading
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
@@ -278,14 +278,7 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
 def _explain(error: BaseException, receiving: _BundleFetches, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
     failure = error if isinstance(error, FerryError) else StateError(what_of(error))
-    paths = [path for bundle in receiving.bundles for path in bundle.paths]
-    if not loading.can_undo:
-        torn = [format_path(path) for path in loading.objects if not loading.is_loaded(path)]
-        whole = [*filter(loading.is_loaded, paths), *loading.started[:-1]]
-        return TargetTorn(failure, whole=list(map(format_path, whole)), torn=torn, untouched=())
-    failed, restored = loading.undo()
-    failure = failure.with_context(more=f"; {restored}")
-    if not failed:
-        return failure
-    untouched = [format_path(path) for path in paths if not is_below(path, failed)]
-    return TargetTorn(failure, whole=(), torn=list(map(format_path, failed)), untouched=untouched)
+    restored, outcome = loading.recover([path for bundle in receiving.bundles for path in bundle.paths])
+    if restored:
+        failure = failure.with_context(more=f"; {restored}")
+    return failure if outcome is None else TargetTorn(failure, **outcome._asdict())

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.compare import Extra
 from torchferry.core.machine import Machine
-from torchferry.core.outcome import ChunkState, Outcome
+from torchferry.core.outcome import Outcome
 from torchferry.core.plan import Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.push import MAX_METADATA_BYTES
@@ -32,7 +32,7 @@ from torchferry.engine.deadlines import left_s
 from torchferry.engine.differing import differing_chunks
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
-from torchferry.engine.loading import Loading, is_below
+from torchferry.engine.loading import Loading
 from torchferry.engine.receiving import EVENT_S, Receiving
 from torchferry.engine.remote import MAX_LANES, TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
@@ -345,19 +345,11 @@ class _Fetch(Phases):
         """Restore the earlier state, if there is a copy. Return a text that says so, and set `_outcome`."""
         if not loading.started and not (loading.can_undo and sink.has_written):
             return ""
-        sink.mark(0, len(sink.plan.chunks), ChunkState.WHOLE)
-        if not loading.can_undo:
-            torn = [path for path in loading.objects if not loading.is_loaded(path)]
-            whole = sink.outcome(loading.is_loaded).whole + tuple(map(format_path, loading.started[:-1]))
-            self._outcome = Outcome(whole, tuple(map(format_path, torn)), ())
-            return ""
-        failed, restored = loading.undo()
-        sink.increment_versions()
-        if not failed:
+        restored, self._outcome = loading.recover(sink.paths())
+        if loading.can_undo:
+            sink.increment_versions()
+        if self._outcome is None:
             self._sink = None
-            return restored
-        untouched = sink.outcome(lambda path: not is_below(path, failed)).whole
-        self._outcome = Outcome((), tuple(map(format_path, failed)), untouched)
         return restored
 
     def _confirm(self, grant: Grant) -> bool:

@@ -2,13 +2,14 @@
 
 import copy
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
 from torchferry.core.compare import Extra
 from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
+from torchferry.core.outcome import Outcome
 from torchferry.core.tree import Path, format_path, walk
 from torchferry.errors import Mismatch, StateError
 from torchferry.tensors.describe import Description
@@ -87,11 +88,6 @@ class Loading:
                         names,
                     )
 
-    def is_loaded(self, path: Path) -> bool:
-        """Return whether a path is in no object, or only in objects that were loaded before one failed."""
-        done = [self.objects[each] for each in self.started[:-1]]
-        return not is_below(path, [each for each, read in self.objects.items() if read not in done])
-
     # With atomic=True.
 
     @property
@@ -119,7 +115,22 @@ class Loading:
                 raise StateError(what, path=format_path(path)) from error
         self.extra_bytes = sum(manifest.storages)
 
-    def undo(self) -> tuple[list[Path], str]:
+    def recover(self, paths: Iterable[Path]) -> tuple[str, Outcome | None]:
+        """Restore the earlier state, if there is a copy, after a failure when all `paths` were written.
+
+        Return a text about it, and which paths are whole, torn and untouched; None if all are restored.
+        """
+        if not self.can_undo:
+            whole = [*filter(self._is_loaded, paths), *self.started[:-1]]
+            torn = [path for path in self.objects if not self._is_loaded(path)]
+            return "", Outcome(tuple(map(format_path, whole)), tuple(map(format_path, torn)), ())
+        failed, restored = self._undo()
+        if not failed:
+            return restored, None
+        untouched = [path for path in paths if not is_below(path, failed)]
+        return restored, Outcome((), tuple(map(format_path, failed)), tuple(map(format_path, untouched)))
+
+    def _undo(self) -> tuple[list[Path], str]:
         """Restore the earlier state; return the objects that raised, and a text that says all this."""
         for run, earlier in self._earlier_bytes:
             run.copy_(earlier)
@@ -132,6 +143,11 @@ class Loading:
                 failures[path] = f"{self._show(path)} raised {type(error).__name__}: {error}"
         exceptions = f", except that {', '.join(failures.values())}" if failures else ""
         return [*failures], f"the earlier state was restored{exceptions}"
+
+    def _is_loaded(self, path: Path) -> bool:
+        """Return whether a path is in no object, or only in objects that were loaded before one failed."""
+        done = [self.objects[each] for each in self.started[:-1]]
+        return not is_below(path, [each for each, read in self.objects.items() if read not in done])
 
     def _show(self, path: Path) -> str:
         return f"{format_path(path)} ({type(self.objects[path].value).__qualname__})"

@@ -322,16 +322,17 @@ class Sink:
         """Whether any local byte may have been overwritten."""
         return not {*self._states} <= {ChunkState.UNTOUCHED, ChunkState.EQUAL}
 
-    def outcome(self, is_listed: Callable[[Path], bool] | None = None) -> Outcome:
-        """Return which paths of the local state are whole, torn and untouched now.
+    def paths(self) -> list[Path]:
+        """Return the paths of leaves with tensors that both states have."""
+        leaves, paired = self.manifest.leaves, self.paired
+        found = [path for path, leaf in occurrences(self.manifest) if leaves[leaf].parts]
+        return found if paired is None else [path for path in found if path in paired]
 
-        With `is_listed`, only paths for which it returns True are listed.
-        """
-        paired = self.paired
-        if is_listed is not None:
-            every = paired if paired is not None else [path for path, _ in occurrences(self.manifest)]
-            paired = set(filter(is_listed, every))
-        return outcome_of(self.manifest, self.plan, self._states, unfinished=self._unfinished, paired=paired)
+    def outcome(self) -> Outcome:
+        """Return which paths of the local state are whole, torn and untouched now."""
+        return outcome_of(
+            self.manifest, self.plan, self._states, unfinished=self._unfinished, paired=self.paired
+        )
 
     def copy_from_scratch(self) -> None:
         """Copy the tensors that had to arrive completely before they could be written."""
