@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
+from _thread import interrupt_main
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import torchferry
 from tests.support.cluster import Cluster
 from tests.sync.test_sync import TIMEOUT_S
+from torchferry.engine.landing import Landing
 
 
 class Training:
@@ -166,6 +170,35 @@ def test_an_interrupt_while_an_object_is_loaded_is_undone_or_leaves_a_torn_state
     assert "1 paths may hold old and new bytes mixed (two), 4 paths are whole" in note
     _, (note,) = pair.run(load_what_is_interrupted, True)
     assert "the earlier state was restored" in note
+
+
+def interrupt_the_write(rank: int) -> list[str]:
+    """The user interrupts rank 1 when all bytes have arrived, and are being written."""
+    model = nn.Linear(2, 2)
+    state = {"w": torch.full((5,), float(rank)), "model": model}
+    before = [parameter.clone() for parameter in model.parameters()]
+    if rank == 0:
+        return [torchferry.sync(state, 1, timeout=TIMEOUT_S).failed[1]]
+    apply = Landing.apply
+
+    def interrupt(landing: Landing) -> None:
+        interrupt_main()
+        apply(landing)
+
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with mock.patch.object(Landing, "apply", interrupt), pytest.raises(KeyboardInterrupt) as raised:
+            torchferry.sync(state, None, atomic=True, timeout=TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert state["w"][0] == 1.0  # type: ignore[index]
+    return raised.value.__notes__
+
+
+def test_an_interrupt_of_an_atomic_write_leaves_the_earlier_state(pair: Cluster) -> None:
+    _, notes = pair.run(interrupt_the_write)
+    assert "the earlier state was restored" in notes[-1]
 
 
 def sync_other_modules(rank: int) -> str:

@@ -99,15 +99,20 @@ class _BundleFetches:
         except BaseException as error:
             self._cancel()
             for thread in threads:
-                thread.join(_JOIN_S)
+                thread.join(None if atomic else _JOIN_S)  # an atomic write is not interrupted
             error.add_note(str(self._error()))
             raise
-        if len(self._fetched()) < len(self.bundles):
+        if not self.is_complete:
             failure = self._error()
             try:
                 raise failure from failure.__cause__
             finally:
                 del failure  # it refers to this frame
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every bundle was received."""
+        return len(self._fetched()) == len(self.bundles)
 
     def _fetched(self) -> list[Fetched]:
         return [each for _, each in sorted(self.results.items()) if isinstance(each, Fetched)]
@@ -212,11 +217,11 @@ def receive_bundles(
         loading.back_up({part for leaf in places.values() for part in local.manifest.leaves[leaf].parts})
     known = {path: local.values[leaf] for path, leaf in places.items()}
     receiving = _BundleFetches(bundles, known, version, timeout_s, context)
-    receiving.run(atomic=atomic)
-    received = receiving.values()
     builders = container_builders(tree)
-    have = {**own, **received}
     try:
+        receiving.run(atomic=atomic)
+        received = receiving.values()
+        have = {**own, **received}
         leaves = [
             have[path] if path in have else _empty_shard(tree, leaf, local, context)
             for path, leaf in occurrences(tree)
@@ -226,6 +231,9 @@ def receive_bundles(
         )
         loading.load()
     except BaseException as error:
+        is_unwritten = isinstance(error, Exception) and not isinstance(error, TargetTorn)
+        if not receiving.is_complete and (is_unwritten or not loading.can_undo):
+            raise  # the error says what is torn
         explained = _explain(error, receiving, loading)
         if isinstance(error, Exception):
             raise explained from error
@@ -277,7 +285,8 @@ def _compare(local: Description, tree: Manifest, loading: Loading) -> dict[Path,
 
 def _explain(error: BaseException, receiving: _BundleFetches, loading: Loading) -> FerryError:
     """Restore the objects' earlier state, if there is a copy; return an error that lists what is torn."""
-    failure = error if isinstance(error, FerryError) else StateError(what_of(error))
+    cause = error.__cause__ or error if isinstance(error, TargetTorn) else error
+    failure = cause if isinstance(cause, FerryError) else StateError(what_of(cause))
     restored, outcome = loading.recover([path for bundle in receiving.bundles for path in bundle.paths])
     if restored:
         failure = failure.with_context(more=f"; {restored}")
