@@ -22,7 +22,7 @@
     └── LinkError                   the connection is the problem
         ├── LinkBroken              the connection is gone                     (also ConnectionError)
         ├── LinkTimeout             the deadline passed                        (also TimeoutError)
-        │   ├── LinkStalled         no message completed for stall_timeout
+        │   ├── LinkStalled         nothing arrived for stall_timeout
         │   └── CheckpointTimeout   … of a transport for torchft               (also RuntimeError)
         ├── Corrupted               the received bytes differ from the sent bytes
         ├── NotAuthorized           a source does not accept the token         (also PermissionError)
@@ -417,6 +417,7 @@ def _fitting(causes: Collection[BaseException], late: type[E], broken: type[E], 
 def what_of(error: BaseException) -> str:
     """Return what an error says: `what` of a FerryError, or else its class and its message."""
     try:
-        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}: {error}"
+        shown = f": {error}" if str(error) else ""
+        return error.what if isinstance(error, FerryError) else f"{type(error).__name__}{shown}"
     except Exception:  # from its `__str__`
         return type(error).__name__

@@ -157,11 +157,12 @@ class Source:
         version = arguments.check_int(version, "version")
         arguments.check_bool(snapshot, "snapshot")
         copy_up_to = arguments.check_int(copy_up_to, "copy_up_to", low=0)
-        deadline_s = time.monotonic() + self._check(name, timeout, readers)
+        timeout_s = self._check(name, timeout, readers)
+        deadline_s = time.monotonic() + timeout_s
         with self._lock:
             publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
         if not publishing.acquire(timeout=min(left_s(deadline_s), threading.TIMEOUT_MAX)):
-            what = f"another thread is publishing {name!r}, and did not finish in {timeout} s"
+            what = f"another thread is publishing {name!r}, and did not finish in {timeout_s:g} s"
             raise ReadersRemain([], f"{what}: publish one version at a time")
         try:
             self._versions.make_room(name, version, deadline_s - time.monotonic(), readers)

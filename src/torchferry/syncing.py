@@ -97,7 +97,8 @@ def sync(
             GLOO_SOCKET_IFNAME, or else the machine's address on the route to MASTER_ADDR, or else loopback.
 
     Raises:
-        BadArgument: an argument is invalid, or `trust` differs between ranks.
+        BadArgument: an argument is invalid, the ranks made different calls (`trust`), the trusted rank has not
+            the highest version, or the ranks run versions of torchferry that do not fit.
         NoSuchVersion: no rank has a version (also a LookupError).
         ReplicasDiffer: ranks that have the highest version differ; lists ranks and paths.
         PartsLost: no rank has some part of a tensor; lists every part (also a LookupError).
@@ -276,7 +277,7 @@ class _Call:
         paths = [path for path, _ in occurrences(tree)]
         bundles = []
         for bundle in assignment.receives:
-            # With more holders than that, each receiver begins at another one, which spreads the load.
+            # With more sources than that, each receiver begins at another one, which spreads the load.
             first = bundle.receivers.index(self._rank) * _MAX_SOURCES % len(bundle.sources)
             chosen = (*bundle.sources[first:], *bundle.sources[:first])[:_MAX_SOURCES]
             addresses = [parse_address(member.ranks[rank].source) for rank in chosen]

@@ -208,7 +208,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "chunks of a plan": f"{MAX_CHUNKS:,}",
         "first request of a connection, with its token": f"within {http_server.GUEST_S:g} s",
         "connections without a token": f"{http_server.MAX_GUESTS}; the oldest is closed for the next",
-        "connections with a token": f"{http_server.MAX_CONNECTIONS:,}; then 503. No limit for `/v1/sync`",
+        "connections with a token": f"{http_server.MAX_CONNECTIONS:,} for each token; then 503. "
+        "No limit for `/v1/sync`",
         "wait for the next request of a connection": f"{http_server.IDLE_S:g} s; "
         f"{Coordinator.idle_s:,.0f} s for `/v1/sync`",
         "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",

@@ -49,7 +49,7 @@ class Inventory(Struct, frozen=True):
     optional: tuple[str, ...] = ()
 
 
-class Post(Struct, frozen=True, omit_defaults=True):
+class Post(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a rank posts. Fields that it posted before may be left out, unless the coordinator is a new one.
 
     `ready` names the assignment that it is ready for, by the coordinator that made it. A rank that `failed`
@@ -133,7 +133,9 @@ def choose_target(joined: Mapping[int, Join], lost: Mapping[int, str]) -> Target
     calls = {rank: join.call for rank, join in sorted(joined.items())}
     if len({*calls.values()}) > 1:
         listed = ", ".join(f"rank {rank} {call}" for rank, call in calls.items())
-        return Refusal("argument", f"the ranks made different calls: {listed}. Pass the same on all ranks")
+        return Refusal(
+            "argument", f"the ranks made different calls: {listed}. Make the same call on all ranks"
+        )
     versions = [join.version for join in joined.values() if join.version is not None]
     if not versions:
         why = "".join(f"; rank {rank} failed: {reason}" for rank, reason in lost.items())

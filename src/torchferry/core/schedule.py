@@ -111,6 +111,10 @@ class Schedule:
         """Whether there are needed chunks that no lane has requested."""
         return bool(self._needed)
 
+    def is_asked(self, lane: int) -> bool:
+        """Return whether a lane has requested chunks that it has not delivered."""
+        return lane in self._asked
+
     def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
         """Return the chunks that a lane requests next, out of `lanes` lanes; empty if none is left.
 

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,14 +97,17 @@ class _BundleFetches:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException as error:
+        except BaseException:
             self._cancel()
-            for thread in threads:
-                thread.join(None if atomic else _JOIN_S)  # an atomic write is not interrupted
-            error.add_note(str(self._error()))
+            for thread in filter(threading.Thread.is_alive, threads):
+                # An atomic write is not interrupted, however often the user presses Ctrl-C.
+                while atomic and thread.is_alive():
+                    with suppress(KeyboardInterrupt):
+                        thread.join()
+                thread.join(_JOIN_S)
             raise
         if not self.is_complete:
-            failure = self._error()
+            failure = self.error()
             try:
                 raise failure from failure.__cause__
             finally:
@@ -165,7 +169,16 @@ class _BundleFetches:
             self.results[number] = error
             self._cancel()
 
-    def _error(self) -> BaseException:
+    @property
+    def has_written(self) -> bool:
+        """Whether a fetch has written something, as far as is known."""
+        is_known = len(self.results) == len(self.bundles)
+        return not is_known or any(
+            isinstance(each, (Fetched, TargetTorn)) or bool(getattr(each, "__notes__", ()))
+            for each in self.results.values()
+        )
+
+    def error(self) -> BaseException:
         """Return one error for all fetches: what failed first, and what it did to the local state."""
         errors = [each for each in self.results.values() if isinstance(each, BaseException)]
         causes = [each.__cause__ or each if isinstance(each, TargetTorn) else each for each in errors]
@@ -203,7 +216,8 @@ def receive_bundles(
     """Receive all bundles into the local state, load its objects, and return the state and a report.
 
     The result has the containers of `tree`. A path that is in no bundle keeps its local value.
-    Raises what a fetch raises. If something was written already, TargetTorn lists the paths of all bundles.
+    Raises what a fetch raises. If something was written already, TargetTorn lists the paths of all bundles,
+    unless the earlier state was restored.
     """
     own = {path: local.values[leaf] for path, leaf in occurrences(local.manifest)}
     loading = Loading(local, tree)
@@ -231,10 +245,13 @@ def receive_bundles(
         )
         loading.load()
     except BaseException as error:
-        is_unwritten = isinstance(error, Exception) and not isinstance(error, TargetTorn)
-        if not receiving.is_complete and (is_unwritten or not loading.can_undo):
-            raise  # the error says what is torn
-        explained = _explain(error, receiving, loading)
+        explained: BaseException = error
+        if receiving.is_complete or (loading.can_undo and receiving.has_written):
+            explained = _explain(error, receiving, loading)
+        elif not isinstance(error, FerryError):
+            explained = receiving.error()
+        if explained is error:
+            raise
         if isinstance(error, Exception):
             raise explained from error
         error.add_note(str(explained))
@@ -290,4 +307,4 @@ def _explain(error: BaseException, receiving: _BundleFetches, loading: Loading) 
     restored, outcome = loading.recover([path for bundle in receiving.bundles for path in bundle.paths])
     if restored:
         failure = failure.with_context(more=f"; {restored}")
-    return failure if outcome is None else TargetTorn(failure, **outcome._asdict())
+    return failure if outcome is None else torn_after(failure, **outcome._asdict())

@@ -78,11 +78,13 @@ _SHORT_S = 1.0
 CALLED = "called"
 """In the store, in place of an address: the rank has called, but its call is over."""
 
+_SAME_VERSION = "Run the same version of torchferry on all ranks"
+
 _LOST = "its connection was lost: the process ended, or can't be reached"
 
 
 class Coordinator:
-    """Collects the posts of all ranks, and answers a step when all ranks have taken it. An HTTP handler.
+    """Collects the posts of all ranks, and answers a step when all have posted it. An HTTP handler.
 
     `is_connected` returns whether the client of a connection is still there. `look_up` is that of `Member`.
     """
@@ -140,8 +142,12 @@ class Coordinator:
         self._changed.notify_all()
 
     def answer(self, request: Request) -> Response:
-        """Wait until all ranks have taken the step that this rank posts, and answer it."""
-        post = decode_value(request.body, post_decoder)
+        """Wait until all ranks have posted the step that this rank posts, and answer it."""
+        try:
+            post = decode_value(request.body, post_decoder)
+        except FerryError as error:
+            what = f"the coordinator can't decode what this rank posted: {error.what}. {_SAME_VERSION}"
+            return Response(OK, msgpack.encode(Refusal("argument", what)))
         with self._changed:
             is_over = self._closed is not None or self._assignment is not None
             if is_over and post.join is not None and not post.lost:
@@ -210,7 +216,7 @@ class Coordinator:
     # The rules of each step. Callers hold the lock.
 
     def _answer_to(self, rank: int) -> Answer | None:
-        """Return the answer to the last step that a rank took; None while it must wait for other ranks."""
+        """Return the answer to the last step that a rank posted; None while it must wait for other ranks."""
         own = self._posted[rank]
         if own.failed is not None:
             return Proceed()
@@ -226,9 +232,9 @@ class Coordinator:
         if own.ready == self._rank:
             waiting = {each for each, post in present.items() if post.ready != self._rank}
             return self._late(rank, waiting, "ready") if waiting else Proceed()
-        return self._order(rank, present)
+        return self._assignment_for(rank, present)
 
-    def _order(self, rank: int, posts: Mapping[int, Post]) -> Answer | None:
+    def _assignment_for(self, rank: int, posts: Mapping[int, Post]) -> Answer | None:
         """Answer `join` and `inventory`, given the posts of all ranks that have joined and are not done."""
         kept = [(each, post) for each, post in self._posted.items() if each not in self._lost_ranks]
         if self._assignment is None:
@@ -261,7 +267,7 @@ class Coordinator:
 
     def _late(self, rank: int, waiting: set[int], step: str) -> Refusal | None:
         join = self._posted[rank].join
-        return None if self._left_s(rank) or join is None else late(waiting, step, join.call)
+        return None if self._left_s(rank) else late(waiting, step, "sync" if join is None else join.call)
 
     def _left_s(self, rank: int) -> float:
         """Return how long a rank can wait for its answer."""
@@ -280,7 +286,7 @@ def _assign(described: Mapping[int, Inventory], target: TargetVersion) -> Assign
             manifest = decode_manifest(inventory.manifest)
         except FerryError as error:
             what = f"the description of rank {rank}'s state can't be decoded: {error.what}"
-            return Refusal("argument", f"{what}. Run the same version of torchferry on all ranks")
+            return Refusal("argument", f"{what}. {_SAME_VERSION}")
         tables[rank] = Table(join.global_rank, manifest, digests, inventory.per_rank, inventory.optional)
     try:
         return assign(sources, receivers, target.ranks[rank].trust, part_of)
@@ -351,7 +357,10 @@ class Member:
                 )
                 body = self._connection.read(head.nbytes)
                 if head.status == OK:
-                    answer = decode_value(body, answer_decoder)
+                    try:
+                        answer = decode_value(body, answer_decoder)
+                    except FerryError as error:
+                        raise error.with_context(peer=self.coordinator, more=f". {_SAME_VERSION}") from None
                     if isinstance(answer, (Finished, Refusal)):
                         self.close()
                     return answer

@@ -346,8 +346,6 @@ class _Fetch(Phases):
         if not loading.started and not (loading.can_undo and sink.has_written):
             return ""
         restored, self._outcome = loading.recover(sink.paths())
-        if loading.can_undo:
-            sink.increment_versions()
         if self._outcome is None:
             self._sink = None
         return restored
@@ -430,8 +428,8 @@ class _Fetch(Phases):
         if isinstance(error, MemoryError):
             error = StateError("there is not enough memory for the fetch")
         if isinstance(error, FerryError):
-            is_late = isinstance(error, LinkTimeout) and not isinstance(error, LinkStalled)
-            more = f". The timeout was {self.options.timeout_s:g} s" if is_late else ""
+            is_late = isinstance(error, LinkTimeout) and not left_s(self._deadline_s)
+            more = f". The timeout was {float(f'{self.options.timeout_s:.3g}'):g} s" if is_late else ""
             error = error.with_context(phase=self._phase, more=more)
         if self._sink is None or self._sink.local is None:
             return error

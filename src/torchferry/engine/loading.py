@@ -42,6 +42,7 @@ class Loading:
         self._local, self._incoming = local, incoming
         self._received: dict[Path, object] = {}
         self.kept: Collection[Path] = ()  # local paths that are not received
+        self._written: Collection[int] = ()  # the tensors whose bytes were copied
         self._earlier: dict[Path, object] = {}
         self._earlier_bytes: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -98,6 +99,7 @@ class Loading:
     def back_up(self, written: Collection[int]) -> None:
         """Copy the bytes that will be written, and the state dicts; raises StateError if memory is short."""
         local, manifest = self._local, self._local.manifest
+        self._written = written
         for storage in sorted({manifest.tensors[number].storage for number in written}):
             run = run_of(local.memories[storage], Extent(storage, 0, manifest.storages[storage]))
             self._earlier_bytes.append((run, new_block(run.nbytes, "the copy of objects").copy_(run)))
@@ -134,6 +136,7 @@ class Loading:
         """Restore the earlier state; return the objects that raised, and a text that says all this."""
         for run, earlier in self._earlier_bytes:
             run.copy_(earlier)
+        self._local.increment_versions(self._written)
         failures: dict[Path, str] = {}
         generators = [path for path, read in self.objects.items() if isinstance(read.value, RNG)]
         for path in dict.fromkeys([*self.started, *generators]):

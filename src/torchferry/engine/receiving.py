@@ -78,6 +78,7 @@ class Receiving:
         self._max_lanes = lanes
         self._schedule = Schedule([chunk.nbytes for chunk in plan.chunks], needed)
         self._lanes: list[_Lane] = []
+        self._preferred: list[RemoteSource] = []  # the lanes of other sources pause
         self.failure: BaseException | None = None
         self._heard_s = time.monotonic()
 
@@ -105,7 +106,7 @@ class Receiving:
             raise LinkStalled(f"no bytes arrived for {stall_s:g} s; {done}")
 
     def _start_lanes(self) -> None:
-        preferred = self._sources.preferred()
+        preferred = self._preferred = self._sources.preferred()
         is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES
         wanted: list[RemoteSource] = []
         for source in preferred:
@@ -133,7 +134,7 @@ class Receiving:
                     if source.is_peer:
                         # It may be waiting for its own source. If it is stopped, it does not answer.
                         heard_s = max(heard_s, source.answered_s)
-                        if now_s > heard_s + PEER_S / 4:
+                        if now_s > heard_s + PEER_S / 4 and self._schedule.is_asked(lane.number):
                             source.ask_if_alive()
                     self._schedule.heard(lane.number, heard_s)
             overdue = self._schedule.overdue(now_s)
@@ -214,7 +215,8 @@ class Receiving:
         with self._changed:
             while not self._sources.is_over and source.serves and not schedule.is_done:
                 is_last = len(self._sources.serving()) <= 1
-                if schedule.has_more and (is_last or not source.backoff.is_active(time.monotonic())):
+                is_paused = source not in self._preferred or source.backoff.is_active(time.monotonic())
+                if schedule.has_more and (is_last or not is_paused):
                     return True
                 if lane.asked:
                     return False

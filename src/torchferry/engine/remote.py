@@ -67,7 +67,7 @@ class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
     `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, and
-    `answered_s` when it last answered whether it is alive.
+    `answered_s` when it last answered whether it is alive. `connect_s` is how long connecting took.
     `port_at(host)` returns the port at which this process reshares; `host` is this process's own address, as
     seen from the source. `open` keeps host and port in `own_address`. `heard_s` is when bytes of metadata
     last arrived.
@@ -92,6 +92,7 @@ class RemoteSource:
         self.is_peer = is_peer
         self.peer_s = PEER_S if is_peer else None
         self.answered_s = 0.0
+        self.connect_s = 0.0
         self._port_at = port_at
         self.own_address: tuple[str, int] | None = None
         self.address = address
@@ -197,6 +198,7 @@ class RemoteSource:
         """Connect and ask for a lease; None if there was nothing newer until the deadline."""
         began_s = time.monotonic()
         control = self.connect(deadline_s - began_s)
+        self.connect_s = time.monotonic() - began_s
         unneeded: HttpConnection | None = control
         try:
             if self._port_at is not None:
@@ -215,8 +217,8 @@ class RemoteSource:
                         if not self._is_over:
                             unneeded, self._control = self._control, control
                     if self.is_peer:
-                        # On a long link, an answer takes as long as this one.
-                        self.peer_s = PEER_S + time.monotonic() - began_s
+                        # On a long link, an answer takes longer.
+                        self.peer_s = PEER_S + 2 * self.connect_s
                     return grant
                 if status != pull.NOTHING or wanted.newer_than is None:
                     raise PeerError(f"the source answered with status {status} instead of a lease")
@@ -313,9 +315,9 @@ class RemoteSource:
         connection: HttpConnection | None = None
         while True:
             self._wake.wait(pull.ALIVE_S)
+            self._wake.clear()
             if self._is_over:
                 break
-            self._wake.clear()
             try:
                 # One connection for all requests: a lease ends when its last connection is closed.
                 connection = connection or self.connect(pull.ALIVE_S)

@@ -354,10 +354,7 @@ class Sink:
     def increment_versions(self) -> None:
         """Increment the version counters of written local tensors: the writes bypassed autograd."""
         if self.local is not None:
-            tensors = [self.local.tensors[number] for number in self.written]
-            if self.local.uncounted:
-                tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-            torch.autograd.graph.increment_version(tensors)
+            self.local.increment_versions(self.written)
 
     def _memory(self, place: Direct) -> Memory:
         if self.fresh is not None:

@@ -180,7 +180,8 @@ class Sources:
 
         Each receiver takes chunks from one peer, so a peer sends as much as it receives. If each took chunks
         from several, peers at the start of the chain would send more. The list is empty while the first
-        peers may still answer: not for long, since a stopped one never does.
+        peers may still answer: not for long, since a stopped one never does. If peers have granted leases
+        and delivered nothing for a second, those that were given are asked too.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
@@ -196,13 +197,13 @@ class Sources:
                 wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
             asked_for_s = now_s - next(iter(self._asked_s.values()), now_s)
-            is_first = bool(due) and asked_for_s < PEER_S
             given = [each for each in serving if not each.is_peer]
-            failed = [
-                each for each in serving if each.is_peer and not each.report.chunks and each not in peers
-            ]
-            if failed and asked_for_s >= OVERDUE_S:
-                # Nothing came for a second. The next peer may be no better.
+            # On a long link, an answer takes several round trips.
+            answers_s = PEER_S + 4 * max((each.connect_s for each in given), default=0.0)
+            is_first = bool(due) and asked_for_s < answers_s
+            granted = [each for each in serving if each.is_peer]
+            is_slow = len(granted) > len(peers) and not any(each.report.chunks for each in granted)
+            if is_slow and asked_for_s >= OVERDUE_S:
                 return peers[:1] + given
             return peers[:1] or ([] if is_first else given or serving)
 

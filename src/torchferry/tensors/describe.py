@@ -6,7 +6,7 @@ Everything that can't be sent, or overwritten, is found here, before anything is
 import gc
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -68,6 +68,13 @@ class Description:
     def current_versions(self) -> list[int]:
         """Return the version counters of the tensors as they are now."""
         return versions_of(self.tensors)
+
+    def increment_versions(self, numbers: Iterable[int]) -> None:
+        """Increment the version counters of tensors that were written without torch."""
+        tensors = [self.tensors[number] for number in numbers]
+        if self.uncounted:
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
 
     def changed_tensors(self) -> list[int]:
         """List the tensors whose version counters changed since they were described."""
@@ -215,7 +222,7 @@ class _Walk:
             if parts is None:
                 return self._visit_leaf(value)
             keys = None if type(parts.keys) is range else _keys_to_wire(parts.keys)
-        except RecursionError:
+        except (RecursionError, MemoryError):
             raise
         except Exception as error:
             del self.tensors[count:]

@@ -34,7 +34,7 @@ def test_the_keys_of_a_bundle_differ_although_its_paths_have_equal_text() -> Non
 def test_a_torn_bundle_is_listed_by_paths_of_the_whole_state() -> None:
     one = receiving([MOMENT, OTHER])
     one.results = {0: torn_in_fetch()}
-    error = one._error()
+    error = one.error()
     assert isinstance(error, TargetTorn)
     assert isinstance(error, ConnectionError)
     assert (error.torn, error.untouched) == (("optim.state[0].exp_avg",), ("optim.state[0].exp_avg_sq",))
@@ -44,6 +44,6 @@ def test_one_error_lists_the_paths_of_all_bundles() -> None:
     two = receiving([MOMENT, OTHER], [WEIGHT])
     report = FetchReport(1, "", 0, 0, 0, 0, {}, {}, True, True)
     two.results = {0: torn_in_fetch(), 1: Fetched(None, 1, report)}
-    error = two._error()
+    error = two.error()
     assert isinstance(error, TargetTorn)
     assert (error.whole, error.torn) == (("model.weight",), ("optim.state[0].exp_avg",))

@@ -137,7 +137,8 @@ def build_nodes(nodes: Nodes, tensors: Sequence[torch.Tensor], flags: Sequence[i
     from torchferry.tensors.values import from_wire
 
     def flagged(tensor: torch.Tensor, flag: int) -> torch.Tensor:
-        # At the sender, tensors have their flags already. A made one may have that of an inner tensor.
+        # At the sender, tensors have their flags already. What `__tensor_unflatten__` returns may require a
+        # gradient because an inner tensor does.
         return tensor if grad_flags(tensor) == flag else with_grad_flags(tensor.requires_grad_(False), flag)
 
     plain = list(map(flagged, tensors, flags[len(nodes) :]))
