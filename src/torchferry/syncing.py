@@ -97,7 +97,7 @@ def sync(
             GLOO_SOCKET_IFNAME, or else the machine's address on the route to MASTER_ADDR, or else loopback.
 
     Raises:
-        BadArgument: an argument is invalid, the ranks made different calls (`trust`), the trusted rank has not
+        BadArgument: an argument is invalid, the ranks made different calls, the trusted rank does not have
             the highest version, or the ranks run versions of torchferry that do not fit.
         NoSuchVersion: no rank has a version (also a LookupError).
         ReplicasDiffer: ranks that have the highest version differ; lists ranks and paths.
