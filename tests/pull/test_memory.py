@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -749,6 +750,26 @@ def test_a_child_that_is_forked_while_memory_is_allocated_has_none_of_it(
     with serve(filled(3), 1) as source:
         assert_same(fetch(source.address, via="memory").state, filled(3))
     assert kept == [[]]
+
+
+@pytest.mark.parametrize("snapshot", [True, False], ids=["snapshot", "ring"])
+def test_a_child_that_is_forked_when_a_descriptor_has_just_arrived_has_none_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, snapshot: bool
+) -> None:
+    kept: list[list[str]] = []
+    receive = socket.recv_fds
+
+    def fork_afterwards(*args: Any) -> Any:
+        received = receive(*args)
+        if received[1]:
+            kept.append(_kept_in_a_forked_child())
+        return received
+
+    monkeypatch.setattr(socket, "recv_fds", fork_afterwards)
+    with serve(filled(3), 1, snapshot=snapshot) as source:
+        assert_same(fetch(source.address, via="memory").state, filled(3))
+    assert kept
+    assert kept == [[]] * len(kept)
 
 
 def _fetch_until_interrupted(pipe: Connection, address: str, options: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torchferry.links.address import Address
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
 from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import Ring, address_of, map_ring
-from torchferry.links.shared_memory import close_all, sealed_bytes
+from torchferry.links.shared_memory import close_all, close_unnoted, sealed_bytes
 
 
 class MemoryUnusable(LinkBroken):
@@ -280,6 +280,8 @@ class HttpConnection:
     def close_inherited(self) -> None:
         """Close the descriptors in a forked child. The server does not notice."""
         self._forget_descriptors()
+        if self.is_local:
+            close_unnoted()
         sockets.close_descriptor(self._sock)
 
     def _translated(self, error: Exception) -> LinkBroken | LinkTimeout:

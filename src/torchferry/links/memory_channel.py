@@ -25,7 +25,7 @@ from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 from torchferry.links.base import Channel, Hasher, Pending, abort_of
 from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
-from torchferry.links.shared_memory import close_all
+from torchferry.links.shared_memory import close_all, close_unnoted
 from torchferry.links.sockets import (
     MAX_WAIT_S,
     close_descriptor,
@@ -184,8 +184,9 @@ class MemoryChannel:
             self._waiting.release()
 
     def close_inherited(self) -> None:
-        """Close the socket in a forked child."""
+        """Close the descriptors in a forked child."""
         close_descriptor(self._sock)
+        close_unnoted()
 
     def _send_ring(self, nbytes: int) -> None:
         try:

@@ -16,6 +16,8 @@ import torch
 
 from torchferry.links.lifecycle import close_after_fork
 
+_NAME = "torchferry"  # of the files, as /proc shows them
+
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # no more seals, no shrinking, no growing, no new writers
 _MADV_DONTFORK = 10
@@ -68,7 +70,7 @@ class SharedBlock:
         # Such memory is charged to no process. If it ran out, the OOM killer would end others first.
         if nbytes > _available_bytes():
             raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are not available")
-        self.descriptor = os.memfd_create("torchferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False
         close_after_fork(self)  # before what takes long, as another thread may fork meanwhile
@@ -84,7 +86,8 @@ class SharedBlock:
 
     def close_inherited(self) -> None:
         """Close the descriptor in a forked child."""
-        self._close()
+        with suppress(OSError):  # `close_unnoted` may have closed it
+            self._close()
 
 
 def _available_bytes() -> int:
@@ -103,6 +106,18 @@ def sealed_bytes(descriptor: int) -> int:
 def map_received(descriptor: int) -> Mapping:
     """Map a file that a peer sent, for reading; raises OSError if that fails or it is not sealed."""
     return Mapping(descriptor, sealed_bytes(descriptor))
+
+
+def close_unnoted() -> None:
+    """Close all shared memory of torchferry, in a forked child.
+
+    A thread of the parent may have received a descriptor just before the fork, and not noted it anywhere.
+    """
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME}"):
+                    os.close(int(name))
 
 
 def close_all(descriptors: list[int]) -> None:
