@@ -193,7 +193,7 @@ def a_source_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_overdue_source_is_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Backoff, "rests", lambda self, now_s: False)
+    monkeypatch.setattr(Backoff, "is_active", lambda self, now_s: False)
 
 
 def the_oldest_version_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
