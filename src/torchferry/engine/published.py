@@ -1,7 +1,9 @@
 """A published version: its manifest, its digests, and its chunks, in a copy or in the state itself."""
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +14,7 @@ from xxhash import xxh3_128
 
 from torchferry.core.codec import EncodedManifest
 from torchferry.core.extents import TooIrregular
-from torchferry.core.plan import Plan, TooManyChunks
+from torchferry.core.plan import Chunk, Plan, TooManyChunks
 from torchferry.core.pull import MAX_PULL_CHUNK_BYTES, PULL_CHUNK_BYTES, encode_digests, metadata_digest
 from torchferry.core.root import leaf_digests, root_of
 from torchferry.engine import metadata
@@ -27,9 +29,12 @@ from torchferry.tensors.objects import read_objects
 _READ_BYTES = 4 << 20
 """A snapshot is read in pieces of this size."""
 
+_TWO_THREADS_BYTES = 32 << 20
+"""A state of this size or more is copied and hashed by two threads."""
+
 
 class SnapshotBlock(NamedTuple):
-    """The memory of a snapshot, which receivers on this machine can map if it is `shared`."""
+    """The memory of a snapshot, which receivers on this machine can read if it is `shared`."""
 
     tensor: torch.Tensor
     shared: SharedBlock | None = None
@@ -66,7 +71,8 @@ class SnapshotMemory:
 class Published:
     """One version of a state. Its chunks are in `block` if they were copied, or else read from `source`.
 
-    If it `is_abandoned`, a reader that was dropped may still read its memory, which is not used again.
+    If it `is_abandoned`, a reader whose lease was lost or dropped may still read its memory, which is not
+    used again.
     """
 
     version: int
@@ -111,7 +117,10 @@ class Published:
                 self.source.release(chunk, buffer)
 
     def changed_paths(self, chunk: int | None = None) -> list[str]:
-        """Return the paths that changed since publishing, by version counters and the bytes of one chunk."""
+        """Return the paths of a live state that changed since publishing, by version counters and one chunk.
+
+        A snapshot can't change: always [].
+        """
         if self.source is None:
             return []
         self.source.find_changes(also=() if chunk is None else (self.plan.chunks[chunk],))
@@ -150,23 +159,23 @@ def publish(
     plan = metadata.plan_outgoing(encoded, workspace.cache, sizes, pack_from=1)
     source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")
     block = memory.take(plan.payload_bytes) if snapshot else None
-    digests: list[int] = []
-    start = 0
     known = {} if snapshot else workspace.digests
-    for chunk in plan.chunks:
+    starts = [0, *accumulate(chunk.nbytes for chunk in plan.chunks)]
+
+    def copy_and_hash(chunk: Chunk) -> int:
         if known and (found := known.get((source.address(chunk), chunk.nbytes))) is not None:
-            digests.append(found)
-            continue
-        if block is None:
-            buffer = source.read(chunk)
-        else:
-            buffer = block.tensor[start : start + chunk.nbytes]
-            source.copy(chunk, buffer)
-        start += chunk.nbytes
-        digests.append(digest(buffer))
-        if block is None:
-            source.release(chunk, buffer)
-    source.digests = digests
+            return found
+        if block is not None:
+            copy = block.tensor[starts[chunk.number] : starts[chunk.number + 1]]
+            source.copy(chunk, copy)
+            return digest(copy)
+        buffer = source.read(chunk)
+        found = digest(buffer)
+        source.release(chunk, buffer)
+        return found
+
+    is_large = described.is_all_cpu and plan.payload_bytes >= _TWO_THREADS_BYTES
+    digests = source.digests = _map_in_threads(copy_and_hash, plan.chunks, 2 if is_large else 1)
     if described.changed_tensors():
         source.find_changes()
         raise StateChanged(source.changed_paths())
@@ -175,6 +184,19 @@ def publish(
     except TooIrregular as error:
         raise metadata.too_irregular(error) from None
     return Published(version, encoded, plan, digests, root, None if snapshot else source, block, memory)
+
+
+def _map_in_threads(work: Callable[[Chunk], int], chunks: Sequence[Chunk], threads: int) -> list[int]:
+    """Return the results of `work` for all chunks, by one thread or two, if there are cores for them."""
+    if min(threads, len(os.sched_getaffinity(0))) < 2:
+        return [*map(work, chunks)]
+    half = len(chunks) // 2
+    with ThreadPoolExecutor(1, "torchferry-publish") as pool:
+        try:
+            others = pool.submit(lambda: [*map(work, chunks[half:])])
+        except RuntimeError:  # there is no memory for a thread, or the interpreter ends
+            return [*map(work, chunks)]
+        return [*map(work, chunks[:half]), *others.result()]
 
 
 def digest_leaves(described: Description, workspace: Workspace) -> list[bytes]:
