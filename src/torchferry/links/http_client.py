@@ -4,6 +4,7 @@ Bodies go into the caller's memory without a copy. Over the Unix socket, they ma
 """
 
 import os
+import select
 import socket
 import ssl
 import struct
@@ -22,7 +23,11 @@ from torchferry.links.address import Address
 from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
 from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import Ring, address_of, map_ring
-from torchferry.links.shared_memory import close_all, close_unnoted, sealed_bytes
+from torchferry.links.shared_memory import close_all, close_memfds, sealed_bytes
+
+_BATCH_BYTES, _BATCH_S = 512 << 10, 0.005
+"""Over TCP, a thread that waits for bytes of a body wakes up when so many have arrived, or after a moment.
+Waking up for every few packets takes more time than copying them."""
 
 
 class MemoryUnusable(LinkBroken):
@@ -69,6 +74,9 @@ class HttpConnection:
         self.heard_s = time.monotonic()
         self._parsers: deque[h11.Connection] = deque()  # of the responses that are due
         self._rest: bytes | bytearray = b""  # what was received after a head, and not read yet
+        self._readable: select.poll | None = None  # for plain TCP
+        self._low_water = 1
+        self._body_left = 0  # bytes of the current response that were not read yet
         self._shut_down_reason = ""
         self._lock = threading.Lock()
         self._sock: socket.socket
@@ -84,6 +92,9 @@ class HttpConnection:
                     )
                 self._raise_if_shut_down()
                 self._sock.do_handshake()
+            elif local is None:
+                self._readable = select.poll()
+                self._readable.register(self._sock, select.POLLIN)
         except (OSError, UnicodeError) as error:
             with suppress(AttributeError):  # there is no socket if the host has no address
                 self.close()
@@ -169,12 +180,14 @@ class HttpConnection:
         except h11.ProtocolError as error:
             raise LinkBroken(reason_of(error), peer=str(self.address)) from None
         self._in_ring = head.in_ring
+        self._body_left = head.nbytes
         if head.in_ring:
             self._open_ring()
         return head
 
     def _receive(self) -> bytes:
         if self._local is None:
+            self._set_low_water(1)
             return self._sock.recv(READ_BYTES)
         data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         self._descriptors += descriptors
@@ -212,40 +225,72 @@ class HttpConnection:
         close_all(self._descriptors)
         self._descriptors = []
 
-    def read_into(self, view: memoryview) -> None:
-        """Fill a buffer with the next bytes of a body, or of the memory that `use_memory` chose."""
+    @property
+    def reads_memory(self) -> bool:
+        """Whether `read_into` takes bytes from the memory that `use_memory` chose."""
+        return self._offset is not None
+
+    def read_into(self, *views: memoryview) -> None:
+        """Fill buffers with the next bytes of a body, or of the memory that `use_memory` chose."""
         try:
             if self._offset is not None:
-                self._read_memory(view, self._offset)
-            elif self._in_ring and self._ring is not None:
-                self._ring.empty(address_of(view), len(view))
-            else:
-                self._read_socket(view)
+                self._offset = self._read_memory(views, self._offset)
+                return
+            for view in views:
+                if self._in_ring and self._ring is not None:
+                    self._ring.empty(address_of(view), len(view))
+                else:
+                    self._read_socket(view)
         except OSError as error:
             raise self._translated(error) from error
 
-    def _read_memory(self, view: memoryview, offset: int) -> None:
+    def _read_memory(self, views: Sequence[memoryview], offset: int) -> int:
         # Reading the file is faster than mapping it, which takes a page fault for every few pages.
-        ready = 0
-        while ready < len(view):
-            ready += os.preadv(self._descriptors[0], [view[ready:]], offset + ready)
-        self._offset = offset + ready
-        self.heard_s = time.monotonic()
+        while views:
+            ready = os.preadv(self._descriptors[0], views, offset)
+            self.heard_s = time.monotonic()
+            offset += ready
+            while views and ready >= len(views[0]):
+                ready -= len(views[0])
+                views = views[1:]
+            views = [views[0][ready:], *views[1:]] if views else views
+        return offset
 
     def _read_socket(self, view: memoryview) -> None:
         ready = min(len(view), len(self._rest))
         view[:ready] = self._rest[:ready]
         self._rest = self._rest[ready:]
+        self._body_left -= ready
         while ready < len(view):
-            received = self._sock.recv_into(view[ready:])
+            if self._readable is None:
+                received = self._sock.recv_into(view[ready:])
+            else:
+                received = self._read_batch(self._readable, view[ready:])
             if not received:
                 raise ConnectionError("the source closed the connection before the end of its response")
             self.heard_s = time.monotonic()
+            self._body_left -= received
             ready += received
 
+    def _read_batch(self, readable: select.poll, view: memoryview) -> int:
+        """Wait for more than a few packets, but not for long, and read what has arrived."""
+        self._set_low_water(max(min(self._body_left, _BATCH_BYTES), 1))
+        if not readable.poll(_BATCH_S * 1e3):
+            self._set_low_water(1)
+            if not readable.poll((self._sock.gettimeout() or 0.0) * 1e3):
+                raise TimeoutError
+        return os.readv(self._sock.fileno(), [view])
+
+    def _set_low_water(self, nbytes: int) -> None:
+        """Set how many bytes must have arrived before the socket counts as readable."""
+        if nbytes != self._low_water:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low_water = nbytes
+
     def _wait_for_slots(self, most: int) -> int:
+        # Bytes that came with the head are the first signals.
         signals, self._rest = self._rest, b""
-        # A source that closes before it has read every signal resets the connection.
+        # A reset is a close: the source may close before it has read all signals of this end.
         with suppress(ConnectionResetError):
             signals = signals or self._sock.recv(most)
         if not signals:
@@ -281,7 +326,7 @@ class HttpConnection:
         """Close the descriptors in a forked child. The server does not notice."""
         self._forget_descriptors()
         if self.is_local:
-            close_unnoted()
+            close_memfds()
         sockets.close_descriptor(self._sock)
 
     def _translated(self, error: Exception) -> LinkBroken | LinkTimeout:

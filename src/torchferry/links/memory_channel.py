@@ -25,7 +25,7 @@ from torchferry.errors import LinkBroken, LinkError, LinkTimeout
 from torchferry.links.base import Channel, Hasher, Pending, abort_of
 from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
-from torchferry.links.shared_memory import close_all, close_unnoted
+from torchferry.links.shared_memory import close_all, close_memfds
 from torchferry.links.sockets import (
     MAX_WAIT_S,
     close_descriptor,
@@ -186,7 +186,7 @@ class MemoryChannel:
     def close_inherited(self) -> None:
         """Close the descriptors in a forked child."""
         close_descriptor(self._sock)
-        close_unnoted()
+        close_memfds()
 
     def _send_ring(self, nbytes: int) -> None:
         try:

@@ -26,6 +26,12 @@ def is_mapped(address: int) -> bool:
     return f"{address:x}-" in Path("/proc/self/maps").read_text()
 
 
+def huge_bytes(address: int) -> int:
+    """Return how many bytes of a mapping are in huge pages, as /proc/self/smaps shows them."""
+    _, _, found = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")
+    return int(found.partition("ShmemPmdMapped:")[2].split()[0]) << 10
+
+
 def content(mapping: Mapping) -> bytes:
     return ctypes.string_at(mapping.address, mapping.nbytes)
 
@@ -39,6 +45,48 @@ def test_what_is_written_to_a_block_is_in_every_mapping_of_it(nbytes: int) -> No
     assert mapping.nbytes == nbytes
     block.tensor.fill_(7)
     assert content(mapping) == bytes([7]) * nbytes
+
+
+HUGE = 2 << 20
+
+with_huge_pages = pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1)
+    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="the kernel can't give huge pages to a file in memory",
+)
+
+
+@with_huge_pages
+@pytest.mark.parametrize("nbytes", [4 * HUGE - 1, 4 * HUGE, 5 * HUGE + 4097])
+def test_a_large_block_has_huge_pages_and_the_right_content(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "_MAX_SLOW_S", 60.0)
+    block = SharedBlock(nbytes)
+    assert not block.tensor.any()
+    assert huge_bytes(block.address) == (nbytes // HUGE * HUGE if nbytes >= 4 * HUGE else 0)
+    assert os.fstat(block.descriptor).st_size == nbytes
+    block.tensor.copy_(torch.arange(nbytes, dtype=torch.int32) % 251)
+    received = map_received(block.descriptor)
+    assert content(received) == bytes(block.tensor.tolist())
+
+
+@with_huge_pages
+def test_a_block_stops_to_wait_for_huge_pages_if_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_SLOW_PAGE_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_MAX_SLOW_S", 1e-9)
+    block = SharedBlock(8 * HUGE)
+    assert huge_bytes(block.address) == HUGE
+    block.tensor.fill_(7)
+    assert content(map_received(block.descriptor)) == bytes([7]) * (8 * HUGE)
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_MADV_COLLAPSE", 9999)
+    block = SharedBlock(8 * HUGE)
+    assert huge_bytes(block.address) == 0
+    block.tensor.fill_(7)
+    assert content(map_received(block.descriptor)) == bytes([7]) * (8 * HUGE)
 
 
 def test_a_block_is_closed_with_its_last_reference_and_unmapped_with_its_tensor() -> None:
