@@ -137,9 +137,9 @@ class Source:
                 for later versions. If False, the state is served from its own memory, and must not change
                 until `withdraw`, `close` or the next `publish` returns. If it does, its readers fail: the
                 digests reveal it, or with `verify=False` only torch's version counters.
-            timeout: how long to wait for readers. At most two versions are in memory, so a third one waits
-                until the oldest has no readers. If the current version is not a snapshot, the next one waits
-                for its readers.
+            timeout: how long to wait for readers, and for another `publish` of this name. At most two
+                versions are in memory, so a third one waits until the oldest has no readers. If the current
+                version is not a snapshot, the next one waits for its readers.
             readers: "wait" for readers of versions that must go, or "drop" (disconnect) them.
             copy_up_to: with `snapshot=False`, copy tensors of up to this many bytes all the same, so that
                 these may change, like the buffers of BatchNorm in a forward pass. Tensors that share memory
@@ -151,7 +151,8 @@ class Source:
             Unsendable: something in the state can't be sent.
             StateChanged: the state changed while it was being published.
             ReadersRemain: readers did not finish in time (also a TimeoutError); names them. If they read an
-                earlier version that is not a snapshot, the new version is served nevertheless.
+                earlier version that is not a snapshot, the new version is served nevertheless. Names none if
+                another thread is still publishing this name.
             StateError: there is no memory for the copy.
         """
         version = arguments.check_int(version, "version")

@@ -178,7 +178,7 @@ def test_an_unclosed_source_does_not_delay_the_end_of_python() -> None:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         token = address.partition("#")[2]
-        # A guest, an idle reader, and one that reads slowly.
+        # A pending connection, an idle reader, and one that reads slowly.
         with contextlib.ExitStack() as stack:
             for start in ("", f"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"):
                 sock = stack.enter_context(socket.create_connection(("127.0.0.1", _port(address)), 5))

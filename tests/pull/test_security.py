@@ -382,9 +382,10 @@ def test_a_fetch_over_tls_arrives(authority: trustme.CA, host: str) -> None:
     state = {"w": torch.arange(1 << 16)}
     with torchferry.serve(state, 1, host=host, advertise=host, tls=server_context(authority, host)) as source:
         assert source.address.startswith("https://")
-        got = torchferry.fetch(source.address, tls=client_context(authority))
-        assert_same(got.state, state)
-        source.wait(1, timeout=5)
+        for via in (None, "tcp"):
+            got = torchferry.fetch(source.address, tls=client_context(authority), via=via)
+            assert_same(got.state, state)
+        source.wait(1, receivers=2, timeout=5)
         # The state does not cross the network in plain text: HTTP is not even understood.
         plain = source.address.replace("https", "http")
         with pytest.raises(ConnectionError):

@@ -56,7 +56,7 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 def versions_are_freed_while_they_are_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     def take_unused(self: Leases[Any]) -> list[Any]:
-        sending = {lease.held for lease in self._sending}
+        sending = {lease.held for lease in self._pins}
         unused = [held for held in self._replaced if held not in sending]
         self._replaced = [held for held in self._replaced if held in sending]
         return unused
@@ -86,7 +86,7 @@ def receivers_are_sent_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_send_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leases, "end_send", lambda self, lease: None)
+    monkeypatch.setattr(Leases, "unpin", lambda self, lease: None)
 
 
 def a_replaced_version_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def a_failed_fetch_counts_as_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_of_a_lost_lane_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "give_up", lambda self, lane: self._asked.pop(lane, None))
+    monkeypatch.setattr(Schedule, "take_back", lambda self, lane: self._asked.pop(lane, None))
 
 
 def chunks_of_a_lost_lane_stay_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "give_up", lambda self, lane: None)
+    monkeypatch.setattr(Schedule, "take_back", lambda self, lane: None)
 
 
 def all_chunks_of_a_lost_lane_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +156,12 @@ def all_chunks_of_a_lost_lane_are_asked_for_again(monkeypatch: pytest.MonkeyPatc
         taken[self, lane] = original(self, lane, lanes, now_s)
         return taken[self, lane]
 
-    def give_up(self: Schedule, lane: int) -> None:
+    def take_back(self: Schedule, lane: int) -> None:
         if self._asked.pop(lane, None) is not None:
             self._needed.appendleft(taken[self, lane])
 
     monkeypatch.setattr(Schedule, "take", take)
-    monkeypatch.setattr(Schedule, "give_up", give_up)
+    monkeypatch.setattr(Schedule, "take_back", take_back)
 
 
 def two_lanes_get_the_same_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

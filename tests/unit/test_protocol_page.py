@@ -206,8 +206,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "manifest, at the receiver": f"{MAX_METADATA_BYTES >> 20} MiB by default",
         "digests, at the receiver": "8 bytes for each of `chunks`",
         "chunks of a plan": f"{MAX_CHUNKS:,}",
-        "first request of a connection, with its token": f"within {http_server.GUEST_S:g} s",
-        "connections without a token": f"{http_server.MAX_GUESTS}; the oldest is closed for the next",
+        "first request of a connection, with its token": f"within {http_server.PENDING_S:g} s",
+        "connections without a token": f"{http_server.MAX_PENDING}; the oldest is closed for the next",
         "connections with a token": f"{http_server.MAX_CONNECTIONS:,} for each token; then 503. "
         "No limit for `/v1/sync`",
         "wait for the next request of a connection": f"{http_server.IDLE_S:g} s; "

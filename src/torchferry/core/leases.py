@@ -1,7 +1,8 @@
 """The leases of one source: who reads which version, and which versions may be freed.
 
-A name has at most two versions in memory: the current one, and an earlier one that still has readers. A
-version may be freed when it is not current, no lease on it is open, and no thread is sending its bytes.
+A name has a current version, and earlier ones that still have readers: at most one, if
+`VersionStore.make_room` is called before each new version. A version may be freed when it is not current, no
+lease on it is open, and no thread reads it.
 """
 
 from collections import Counter, deque
@@ -22,7 +23,10 @@ MAX_ENTRIES = 1000
 
 
 class Held(Protocol):
-    """A version in memory. If it `is_abandoned`, a reader that was dropped may still read that memory."""
+    """A version in memory.
+
+    If it `is_abandoned`, a reader whose lease was lost or dropped may still read that memory.
+    """
 
     is_abandoned: bool
 
@@ -58,8 +62,9 @@ class Reader:
 class Lease(Generic[HeldT]):
     """The right to read one version. `connections` are the numbers of its reader's connections.
 
-    If it `maps_memory`, the reader has the version's own memory, until it reports a result. Its reader serves
-    what it has at `peer`, if that is given.
+    If it `shares_memory`, the reader may hold a descriptor of the version's memory, or the kernel may still
+    be sending its pages, until the reader reports a result. The reader serves what it has at `peer`, if that
+    is given.
     """
 
     id: str
@@ -70,7 +75,7 @@ class Lease(Generic[HeldT]):
     heard_s: float
     ended_s: float | None = None
     bytes_sent: int = 0
-    maps_memory: bool = False
+    shares_memory: bool = False
     peer: Peer | None = None
     reason: str = ""
     connections: set[int] = field(default_factory=set)
@@ -98,7 +103,7 @@ class Leases(Generic[HeldT]):
         self._replaced: list[HeldT] = []
         self._open: dict[str, Lease[HeldT]] = {}
         self._ended: deque[tuple[float, str, Reader]] = deque(maxlen=MAX_ENTRIES)  # start, lease, entry
-        self._sending: Counter[Lease[HeldT]] = Counter()
+        self._pins: Counter[Lease[HeldT]] = Counter()
         self._confirmed: dict[tuple[str, int], int] = {}
         self._given_up: dict[str, tuple[int, str]] = {}  # version and reason, by name
 
@@ -184,10 +189,10 @@ class Leases(Generic[HeldT]):
             lease.connections.add(connection)
         return lease
 
-    def begin_send(self, lease: Lease[HeldT]) -> bool:
-        """Note that a thread starts to send bytes of a lease's version; False if the lease has ended."""
+    def pin(self, lease: Lease[HeldT]) -> bool:
+        """Note that a thread starts to read a lease's version; False if the lease has ended."""
         if lease.is_open:
-            self._sending[lease] += 1
+            self._pins[lease] += 1
         return lease.is_open
 
     def sent(self, lease: Lease[HeldT], nbytes: int, now_s: float) -> bool:
@@ -196,10 +201,10 @@ class Leases(Generic[HeldT]):
         lease.heard_s = now_s
         return lease.is_open
 
-    def end_send(self, lease: Lease[HeldT]) -> None:
+    def unpin(self, lease: Lease[HeldT]) -> None:
         """Note that a thread does not read a lease's version any more."""
-        self._sending[lease] -= 1
-        self._sending += Counter()  # removes zeros
+        self._pins[lease] -= 1
+        self._pins += Counter()  # removes zeros
 
     def finish(self, lease: Lease[HeldT], result: Result, now_s: float) -> None:
         """End a lease with the result that its reader reports."""
@@ -234,7 +239,7 @@ class Leases(Generic[HeldT]):
     def _end(self, lease: Lease[HeldT], state: LeaseState, reason: str, now_s: float) -> None:
         lease.machine.advance(state)
         lease.reason, lease.ended_s = reason, now_s
-        if lease.maps_memory and state in (LeaseState.LOST, LeaseState.DROPPED):
+        if lease.shares_memory and state in (LeaseState.LOST, LeaseState.DROPPED):
             lease.held.is_abandoned = True
         del self._open[lease.id]
         # Without the lease itself, which would keep the manifest and the plan of its version in memory.
@@ -258,7 +263,7 @@ class Leases(Generic[HeldT]):
 
     def reading(self, concerns: Callable[[Lease[HeldT]], bool]) -> list[Lease[HeldT]]:
         """List the leases that keep a version: those that are open, and those whose bytes a thread sends."""
-        return [lease for lease in dict.fromkeys((*self._open.values(), *self._sending)) if concerns(lease)]
+        return [lease for lease in dict.fromkeys((*self._open.values(), *self._pins)) if concerns(lease)]
 
     def is_replaced(self, lease: Lease[HeldT], name: str) -> bool:
         """Return whether a lease is on a version of this name that is not current any more."""

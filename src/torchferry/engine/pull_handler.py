@@ -25,8 +25,8 @@ _LEASE_PATH = re.compile(
 class PullHandler:
     """Answers requests about the versions of a source.
 
-    `secret` is the key of the tokens with which receivers of one version read from each other. `local_name`
-    is the name of the Unix socket for receivers on the same machine; None if there is none.
+    `secret` is the HMAC key from which the tokens for peers are derived. `local_name` is the name of the Unix
+    socket for receivers on the same machine; None if there is none.
     """
 
     def __init__(self, versions: VersionStore, secret: str, port: int, local_name: str | None = None) -> None:
@@ -42,7 +42,7 @@ class PullHandler:
     def answer(self, request: Request) -> Response:
         """Answer a request. Every error becomes a status and a reason."""
         try:
-            # Leases are granted over TCP only: the Unix socket has no TLS, which may require a certificate.
+            # Leases are granted over TCP only: TLS may require a certificate, and the Unix socket has no TLS.
             if (request.method, request.path, request.local) == ("POST", "/v1/leases", False):
                 return self._grant(request)
             found = _LEASE_PATH.fullmatch(request.path)
@@ -51,7 +51,7 @@ class PullHandler:
             lease_id, document, about_chunks, first, end = found.groups()
             what = document or about_chunks
             if request.local and what != "chunks":
-                return _failure(pull.BAD_REQUEST, "the Unix socket is for chunks")
+                return _failure(pull.BAD_REQUEST, "only chunks may be requested over the Unix socket")
             if request.method != ("POST" if what in ("alive", "result", "damaged") else "GET"):
                 return _failure(pull.BAD_REQUEST, f"{request.method} is not for this path")
             lease = self._versions.find(lease_id, request.connection)
@@ -108,18 +108,23 @@ class PullHandler:
     ) -> Response:
         published = lease.held
         if not 0 <= first < end <= len(published.plan.chunks):
-            return _failure(pull.BAD_REQUEST, f"there are no chunks {first} to {end}")
+            return _failure(
+                pull.BAD_REQUEST,
+                f"chunks {first}-{end} do not exist: the version has {len(published.plan.chunks)}",
+            )
         if paths := self._versions.changed_paths(lease, first if what == "damaged" else None):
             return _changed(paths)
         if what == "damaged":
             logger.debug("lease %s: chunk %d arrived damaged", lease.id[:8], first)
             return Response(pull.NOTHING)
-        # A receiver on this machine reads the snapshot itself.
-        if request.local and (shared := self._versions.share(lease, first, end)):
-            offset = pull.InMemory(published.start(first))
-            return Response(pull.IN_MEMORY, msgpack.encode(offset), memory=shared)
+        shared = self._versions.share(lease)
+        offset, nbytes = published.start(first), published.size(first, end)
+        if request.local and shared is not None:
+            # A receiver on this machine reads the snapshot itself.
+            self._versions.note_read(lease, nbytes)
+            return Response(pull.IN_MEMORY, msgpack.encode(pull.InMemory(offset)), memory=shared)
         buffers = self._versions.read(lease, first, end)
-        return Response(pull.OK, headers=_etag(published), nbytes=published.size(first, end), buffers=buffers)
+        return Response(pull.OK, b"", _etag(published), nbytes, buffers, shared, offset)
 
     def _finish(self, lease: Lease[Published], body: bytes) -> Response:
         result = decode_value(body, pull.result_decoder)

@@ -17,7 +17,7 @@ Readers = Literal["wait", "drop"]
 """What to do with readers of a version that must go."""
 
 _CHECK_S = 1.0
-"""How often a wait looks for readers that are silent."""
+"""How often a thread that waits for readers looks for leases that have expired."""
 
 
 class VersionStore:
@@ -203,16 +203,19 @@ class VersionStore:
     def _pinned(self, lease: Lease[Published]) -> Iterator[None]:
         """Keep a lease's version while a thread reads it; raises LinkBroken if the lease has ended."""
         with self._changed:
-            if not self._leases.begin_send(lease):
+            if not self._leases.pin(lease):
                 raise LinkBroken(self._leases.why_ended(lease.id))
         try:
             yield
         finally:
             with self._locked() as leases:
-                leases.end_send(lease)
+                leases.unpin(lease)
 
-    def share(self, lease: Lease[Published], first: int, end: int) -> SharedBlock | None:
-        """Return the shared memory of a lease's snapshot, to read these chunks; None if it has none.
+    def share(self, lease: Lease[Published]) -> SharedBlock | None:
+        """Return the shared memory of a lease's snapshot; None if it has none.
+
+        Notes that until it reports a result, the reader may hold its descriptor, or the kernel may be sending
+        its pages.
 
         Raises LinkBroken if the lease has ended.
         """
@@ -222,9 +225,13 @@ class VersionStore:
                 raise LinkBroken(self._leases.why_ended(lease.id))
             if block is None or block.shared is None:
                 return None
-            lease.maps_memory = True
-            self._leases.sent(lease, lease.held.size(first, end), time.monotonic())
+            lease.shares_memory = True
             return block.shared
+
+    def note_read(self, lease: Lease[Published], nbytes: int) -> None:
+        """Note that a reader gets bytes out of shared memory."""
+        with self._changed:
+            self._leases.sent(lease, nbytes, time.monotonic())
 
     def finish(self, lease: Lease[Published], result: Result) -> None:
         """End a lease with the result that its reader reports."""

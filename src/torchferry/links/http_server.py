@@ -3,8 +3,8 @@
 Bodies are sent from the handler's memory without a copy. Over the Unix socket, a response may have the
 descriptor of shared memory instead.
 
-One thread watches all guests: connections that have not sent a valid token yet. A guest is closed if it does
-not send a request in time. A connection with the token gets a thread of its own.
+One thread watches pending connections: those that have not sent a valid token yet. A pending connection is
+closed if it does not send a request in time. A connection with the token gets a thread of its own.
 """
 
 import hmac
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 64 << 10
 """The longest body of a request. Receivers send a few hundred bytes."""
 
-GUEST_S = 10.0
+PENDING_S = 10.0
 """How long a connection may take to send its first request."""
-MAX_GUESTS = 512
+MAX_PENDING = 512
 """The most connections without a token. A new one replaces the oldest."""
 
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
 SEND_S = 60.0
-"""How long a connection with the token may take no bytes of an answer, or send no more of a request."""
+"""How long a connection with the token may wait to send more of an answer, or to read more of a request."""
 MAX_CONNECTIONS = 1024
 """The most connections with the token of a handler."""
 _MAX_RINGS = 8
@@ -72,8 +72,14 @@ class Request:
 class Response:
     """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
 
-    If `buffers` yields less, the connection is closed. To a client that is local, they go through a ring, or
-    the descriptor of `memory` is sent with the head.
+    If `buffers` yields less, the connection is closed. With `buffers` and `memory`, the same bytes are in
+    `memory` from `offset` on. How the body is sent:
+
+    | given             | TCP          | TLS     | Unix socket                       |
+    | `body`            | bytes        | bytes   | bytes                             |
+    | `body`, `memory`  |              |         | bytes, with the descriptor        |
+    | `buffers`         | bytes        | bytes   | through a ring, if one is free    |
+    | both              | sendfile     | bytes   |                                   |
     """
 
     status: int
@@ -82,6 +88,7 @@ class Response:
     nbytes: int = 0
     buffers: Generator[memoryview, None, None] | None = None
     memory: SharedBlock | None = None
+    offset: int = 0
 
 
 class Handler(Protocol):
@@ -140,10 +147,22 @@ class _Connection:
         while data:
             data = data[self.sock.send(data) :]
 
+    def _send_file(self, descriptor: int, start: int, end: int) -> None:
+        """Send bytes of a file in memory. The kernel sends its pages, without a copy."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        timeout_s = self.sock.gettimeout()
+        while start < end:
+            try:
+                start += os.sendfile(self.sock.fileno(), descriptor, start, end - start)
+            except BlockingIOError:
+                if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
+                    raise TimeoutError("the client took no bytes in time") from None
+
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
         ring = None if response.buffers is None else self.ring
-        memory = response.memory if ring is None else ring
+        passed = response.memory if response.buffers is None else ring
         # HTTP forbids Content-Length in a response with status 204.
         headers = [*response.headers]
         headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
@@ -151,20 +170,25 @@ class _Connection:
         headers += [("Connection", "close")] if last else []
         head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
         data = (head or b"") + response.body
-        if memory is not None:
+        if passed is not None:
             # A few hundred bytes are always sent in one call.
-            socket.send_fds(self.sock, [data], [memory.descriptor])
+            socket.send_fds(self.sock, [data], [passed.descriptor])
         else:
             self._send(memoryview(data))
         if response.body:
             self.parser.send_with_data_passthrough(h11.Data(data=response.body))
         if response.buffers is not None:
+            file = None if isinstance(self.sock, ssl.SSLSocket) else response.memory
+            offset = response.offset
             with closing(response.buffers) as buffers:
                 for buffer in buffers:
-                    if ring is None:
-                        self._send(buffer)
-                    else:
+                    if ring is not None:
                         ring.fill(address_of(buffer), len(buffer))
+                    elif file is not None:
+                        self._send_file(file.descriptor, offset, offset + len(buffer))
+                        offset += len(buffer)
+                    else:
+                        self._send(buffer)
                     self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
         self.parser.send(h11.EndOfMessage())
         if ring is not None:
@@ -200,7 +224,7 @@ class HttpServer:
         self._tls = tls
         self._numbers = count(1)
         self._lock = threading.Condition()
-        self._guests: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
+        self._pending: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
         self._admitted: dict[int, _Connection] = {}
         self._is_closed = False
         self._free_rings = threading.Semaphore(_MAX_RINGS)
@@ -279,7 +303,7 @@ class HttpServer:
 
     def close_inherited(self) -> None:
         """Close the sockets in a forked child, which has no threads. Take no lock: its holder may be gone."""
-        for connection in (*self._guests.values(), *self._admitted.values()):
+        for connection in (*self._pending.values(), *self._admitted.values()):
             sockets.close_descriptor(connection.sock)
         for sock in (*self._listeners, self._waker, self._woken):
             sockets.close_descriptor(sock)
@@ -288,7 +312,7 @@ class HttpServer:
         # So that the child may close its copy of the server.
         self._is_closed, self._lock, self._admitted = True, threading.Condition(), {}
 
-    # Guests: the watching thread.
+    # Pending connections: the watching thread.
 
     def _watch(self) -> None:
         """Accept connections, and admit those whose first request has the token."""
@@ -304,21 +328,21 @@ class HttpServer:
                         # There is no memory for a thread or a buffer, for example. Later there may be.
                         logger.warning("a connection is closed, because it can't be served: %s", error)
                         if key.data is not None:
-                            self._dismiss(key.data)
+                            self._reject(key.data)
         finally:
-            for guest in list(self._guests.values()):
-                self._dismiss(guest)
+            for connection in list(self._pending.values()):
+                self._reject(connection)
             for sock in (*self._listeners, self._waker, self._woken):
                 sock.close()
             self._selector.close()
 
     def _expire(self) -> float | None:
-        """Close guests that took too long; return when to look again."""
+        """Close pending connections that took too long; return when to look again."""
         now_s = time.monotonic()
-        for guest in list(self._guests.values()):
-            if now_s < guest.since_s + GUEST_S:
-                return guest.since_s + GUEST_S - now_s
-            self._dismiss(guest)
+        for connection in list(self._pending.values()):
+            if now_s < connection.since_s + PENDING_S:
+                return connection.since_s + PENDING_S - now_s
+            self._reject(connection)
         return None
 
     def _accept(self, listener: socket.socket) -> None:
@@ -326,13 +350,13 @@ class HttpServer:
             sock, peer = listener.accept()
         except OSError:
             # The peer has disconnected already, or the process has no file descriptor left.
-            if self._guests:
-                self._dismiss(next(iter(self._guests.values())))
+            if self._pending:
+                self._reject(next(iter(self._pending.values())))
             else:
                 time.sleep(0.01)
             return
-        if len(self._guests) >= MAX_GUESTS:
-            self._dismiss(next(iter(self._guests.values())))
+        if len(self._pending) >= MAX_PENDING:
+            self._reject(next(iter(self._pending.values())))
         sock.setblocking(False)
         sockets.prepare(sock)
         local = sock.family == socket.AF_UNIX
@@ -347,48 +371,50 @@ class HttpServer:
                 return
         host, port = ("", 0) if local else peer[:2]
         handshaking = isinstance(sock, ssl.SSLSocket)
-        guest = _Connection(next(self._numbers), sock, host, port, time.monotonic(), handshaking)
-        self._guests[guest.number] = guest
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+        connection = _Connection(next(self._numbers), sock, host, port, time.monotonic(), handshaking)
+        self._pending[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _advance(self, guest: _Connection) -> None:
-        """Read what a guest has sent. Admit or dismiss it when its first request is known."""
+    def _advance(self, connection: _Connection) -> None:
+        """Read what a pending connection has sent. Admit or close it when its first request is known."""
         try:
-            if guest.handshaking:
-                guest.sock.do_handshake()  # type: ignore[attr-defined]
-                guest.handshaking = False
-            event = guest.next_event()
+            if connection.handshaking:
+                connection.sock.do_handshake()  # type: ignore[attr-defined]
+                connection.handshaking = False
+            event = connection.next_event()
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except (OSError, h11.RemoteProtocolError) as error:
-            logger.debug("%s sent no valid request: %s", guest.peer, reason_of(error))
+            logger.debug("%s sent no valid request: %s", connection.peer, reason_of(error))
             event = None
         if not isinstance(event, h11.Request):
-            self._dismiss(guest)
+            self._reject(connection)
             return
-        handler = guest.handler = self._handler_for(event)
+        handler = connection.handler = self._handler_for(event)
         with self._lock:
             served = sum(each.handler is handler for each in self._admitted.values())
         if handler is None or served >= getattr(handler, "max_connections", MAX_CONNECTIONS):
             with suppress(OSError, h11.LocalProtocolError):
-                guest.respond(Response(503) if handler else _UNAUTHORIZED, last=True)
-            self._dismiss(guest)
+                connection.respond(Response(503) if handler else _UNAUTHORIZED, last=True)
+            self._reject(connection)
             return
-        self._selector.unregister(guest.sock)
-        del self._guests[guest.number]
+        self._selector.unregister(connection.sock)
+        del self._pending[connection.number]
         with self._lock:
-            self._admitted[guest.number] = guest
-        name = f"torchferry-http-{guest.number}"
-        threading.Thread(target=self._serve, args=(guest, event, handler), name=name, daemon=True).start()
+            self._admitted[connection.number] = connection
+        name = f"torchferry-http-{connection.number}"
+        threading.Thread(
+            target=self._serve, args=(connection, event, handler), name=name, daemon=True
+        ).start()
 
-    def _dismiss(self, guest: _Connection) -> None:
-        """Close the connection of a guest, or of one that was admitted but got no thread."""
+    def _reject(self, connection: _Connection) -> None:
+        """Close a pending connection, or one that was admitted but got no thread."""
         with self._lock:
-            self._admitted.pop(guest.number, None)
+            self._admitted.pop(connection.number, None)
         with suppress(KeyError, ValueError, OSError):
-            self._selector.unregister(guest.sock)
-        self._guests.pop(guest.number, None)
-        guest.sock.close()
+            self._selector.unregister(connection.sock)
+        self._pending.pop(connection.number, None)
+        connection.sock.close()
 
     def _handler_for(self, request: h11.Request) -> Handler | None:
         """Return the handler that a request's token is for; None if the token is wrong or missing."""
@@ -423,7 +449,7 @@ class HttpServer:
                 connection.sock.close()
 
     def _open_ring(self, connection: _Connection) -> None:
-        """Give a local connection a ring, if there is memory for one."""
+        """Give a local connection a ring, if one is free and there is memory for it."""
         if self._free_rings.acquire(blocking=False):
             try:
                 wait = connection.wait_for_signals

@@ -179,15 +179,15 @@ def test_a_leased_version_is_kept_until_the_lease_ends() -> None:
 def test_a_version_is_kept_while_a_thread_sends_it_although_its_lease_has_ended() -> None:
     leases = serving(1)
     lease = lease_on(leases)
-    assert leases.begin_send(lease)
-    assert leases.begin_send(lease)
+    assert leases.pin(lease)
+    assert leases.pin(lease)
     leases.make_current("state", Memory(2))
     leases.drop(lease, "its memory is needed", 1.0)
     assert not leases.sent(lease, 10, 1.0), "the thread is told to stop"
-    leases.end_send(lease)
+    leases.unpin(lease)
     assert unused(leases) == []
     assert leases.reading(lambda each: each.held.version == 1) == [lease]
-    leases.end_send(lease)
+    leases.unpin(lease)
     assert leases.reading(lambda _: True) == []
     assert unused(leases) == [1]
 
@@ -196,7 +196,7 @@ def test_no_send_begins_after_the_end_of_a_lease() -> None:
     leases = serving(1)
     lease = lease_on(leases)
     leases.finish(lease, Result("failed", "no memory"), 1.0)
-    assert not leases.begin_send(lease)
+    assert not leases.pin(lease)
     assert leases.reading(lambda _: True) == []
 
 
@@ -316,18 +316,18 @@ class AnySequence(RuleBasedStateMachine):
         return lease
 
     @rule(target=sends, lease=open_leases)
-    def begin_send(self, lease: Lease[Memory]) -> Lease[Memory] | MultipleResults[Lease[Memory]]:
-        if self.leases.begin_send(lease):
+    def pin(self, lease: Lease[Memory]) -> Lease[Memory] | MultipleResults[Lease[Memory]]:
+        if self.leases.pin(lease):
             self.sending.append(lease)
             return lease
         assert not lease.is_open
         return multiple()
 
     @rule(lease=consumes(sends), nbytes=st.integers(0, 9))
-    def end_send(self, lease: Lease[Memory], nbytes: int) -> None:
+    def unpin(self, lease: Lease[Memory], nbytes: int) -> None:
         assert self.leases.sent(lease, nbytes, self.now_s) == lease.is_open
         self.sending.remove(lease)
-        self.leases.end_send(lease)
+        self.leases.unpin(lease)
 
     @rule(lease=open_leases, connection=st.integers(1, 4))
     def find(self, lease: Lease[Memory], connection: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import resource
@@ -15,25 +16,38 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
 from tests.support.children import child, wait_until
 from tests.support.http_peers import Asked, connect, exchange, read_all, request, response, serving, status_of
+from torchferry.engine.source import view
 from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links import http_server
 from torchferry.links.address import Address, listen
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.links.http_client import HttpConnection
 from torchferry.links.http_server import (
-    GUEST_S,
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
+    PENDING_S,
     HttpServer,
     Request,
     Response,
 )
+from torchferry.links.shared_memory import SharedBlock
 
 TOKEN = "secret-0123456789abcdef"
-BIG_BYTES = 64 << 20
+MIB = 1 << 20
+BIG_BYTES = 64 * MIB
+OFFSET = 4099
+
+
+@functools.cache
+def counting() -> SharedBlock:
+    """Return shared memory whose bytes differ from their neighbours."""
+    block = SharedBlock(BIG_BYTES + 2 * OFFSET)
+    block.tensor.copy_(torch.arange(block.nbytes, dtype=torch.int32) % 251)
+    return block
 
 
 @dataclass
@@ -55,6 +69,11 @@ class Echo:
         if request.path in ("/big", "/short"):
             parts = BIG_BYTES >> 20 if request.path == "/big" else 1
             return Response(200, nbytes=BIG_BYTES, buffers=self._zeros(parts))
+        if request.path.startswith("/memory/"):
+            sizes = [int(part) for part in request.path.split("/")[2:]]
+            # The buffers hold other bytes, which show whether they are sent.
+            buffers = (memoryview(bytes(size)) for size in sizes)
+            return Response(200, nbytes=sum(sizes), buffers=buffers, memory=counting(), offset=OFFSET)
         return Response(200, f"{request.method} {request.path} ".encode() + request.body)
 
     def _zeros(self, parts: int) -> Generator[memoryview, None, None]:
@@ -111,6 +130,42 @@ def test_requests_that_are_sent_ahead_are_answered_in_order() -> None:
             assert connection.read(head.nbytes) == f"GET /{number} ".encode() + bytes([number]) * 1000
         assert connection.read(connection.read_head().nbytes) == bytes(BIG_BYTES)
         assert connection.read(connection.read_head().nbytes) == b"GET /last "
+
+
+@pytest.mark.parametrize("sizes", [[1], [4095, 4097, 1], [BIG_BYTES], [BIG_BYTES - MIB, MIB]])
+def test_bytes_that_are_in_shared_memory_are_sent_from_there(served: Running, sizes: list[int]) -> None:
+    path = "/memory/" + "/".join(map(str, sizes))
+    with contextlib.closing(HttpConnection(served.address, None, 5.0)) as connection:
+        connection.send("GET", path, timeout_s=5.0)
+        connection.send("GET", "/next", timeout_s=5.0)
+        received = connection.read(connection.read_head().nbytes)
+        assert received == bytes(view(counting().tensor[OFFSET : OFFSET + sum(sizes)]))
+        assert connection.read(connection.read_head().nbytes) == b"GET /next "
+
+
+@pytest.mark.parametrize("path", ["/big", f"/memory/{BIG_BYTES}"])
+def test_a_client_that_takes_no_bytes_is_disconnected(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(http_server, "SEND_S", 0.2)
+    with running() as run, contextlib.closing(HttpConnection(run.address, None, 5.0)) as connection:
+        head = connection.request("GET", path, timeout_s=5.0)
+        wait_until(lambda: bool(run.handler.gone))
+        with pytest.raises(LinkBroken):
+            connection.read(head.nbytes)
+        assert run.ask() == b"GET /x "
+
+
+@pytest.mark.parametrize("path", ["/big", f"/memory/{BIG_BYTES}"])
+def test_a_client_that_takes_a_byte_now_and_then_is_not_disconnected(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(http_server, "SEND_S", 0.4)
+    with running() as run, contextlib.closing(HttpConnection(run.address, None, 5.0)) as connection:
+        head = connection.request("GET", path, timeout_s=5.0)
+        for _ in range(8):
+            connection.read(head.nbytes // 8)
+            assert not run.handler.gone
+            time.sleep(0.1)
+        assert connection.request("GET", "/x", timeout_s=5.0).status == 200
 
 
 def test_requests_of_one_connection_have_its_number_and_are_answered_in_order(served: Running) -> None:
@@ -329,15 +384,15 @@ def test_a_thousand_silent_connections_do_not_stop_others(served: Running) -> No
 def test_a_client_that_sends_no_request_in_time_is_closed(served: Running) -> None:
     with connect(served.address) as silent, connect(served.address) as slow:
         began_s = time.monotonic()
-        silent.settimeout(2 * GUEST_S)
+        silent.settimeout(2 * PENDING_S)
         slow.settimeout(0.5)
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() < began_s + 2 * GUEST_S:
+            while time.monotonic() < began_s + 2 * PENDING_S:
                 slow.sendall(b"x")
                 with contextlib.suppress(TimeoutError):
                     assert slow.recv(1) == b""
                     break
-        assert GUEST_S - 1 < time.monotonic() - began_s < GUEST_S + 2
+        assert PENDING_S - 1 < time.monotonic() - began_s < PENDING_S + 2
         assert silent.recv(1) == b""
     assert served.ask() == b"GET /x "
 

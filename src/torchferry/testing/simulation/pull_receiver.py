@@ -364,7 +364,7 @@ class Receiver(Host):
             self.world.close(lane.connection)
             lane.connection = None
         self.owed = {chunk: each for chunk, each in self.owed.items() if each is not lane}
-        self.schedule.give_up(lane.number)
+        self.schedule.take_back(lane.number)
 
     def _recover(self, lane: Lane, grant: Grant | None, error: Broken) -> Steps:
         peer, is_overdue = lane.peer, lane.is_overdue

@@ -237,7 +237,7 @@ class Source(Host):
     def send(self, connection: Connection, lease_id: str, chunks: range) -> Steps:
         """Send chunks, each in a few parts, and read the memory when its last part is sent."""
         lease = self._find(connection, lease_id)
-        if lease is None or not self.leases.begin_send(lease):
+        if lease is None or not self.leases.pin(lease):
             return
         self.sends.append(lease)
         for chunk in chunks:
@@ -256,7 +256,7 @@ class Source(Host):
                 self.world.close(connection)
                 break
         self.sends.remove(lease)
-        self.leases.end_send(lease)
+        self.leases.unpin(lease)
         self.free_unused()
 
     def finish(self, connection: Connection, lease_id: str, result: Result) -> Steps:
