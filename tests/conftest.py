@@ -80,10 +80,17 @@ def octet(_fork_server: None) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def solos(_fork_server: None) -> Iterator[Solos]:
-    """Processes without a group, by name. One that died is replaced when it is next asked for."""
+def _solos(_fork_server: None) -> Iterator[Solos]:
     with Solos() as found:
         yield found
+
+
+@pytest.fixture
+def solos(_solos: Solos) -> Iterator[Solos]:
+    """Processes without a group, by name. One that died is replaced when it is next asked for."""
+    yield _solos
+    # A test that failed may leave a process stopped or at work, which would fail the next tests too.
+    _solos.discard_busy()
 
 
 @pytest.fixture

@@ -81,9 +81,10 @@ def fetch(
             for memory where that is possible, and TCP elsewhere.
         tls: a context for https: which certificates to trust, and a client certificate.
         max_metadata_bytes: the longest metadata that is accepted.
-        on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second. If it
-            raises, the fetch ends with that exception. With `atomic`, it is not called while the verified
-            state is being written, because it must not end the fetch then. Ctrl-C takes effect afterwards.
+        on_progress: called with a ProgressEvent for every 8 MiB, and at least ten times a second, except
+            while your own code runs (`into`, `state_dict`, `load_state_dict`). If it raises, the fetch ends
+            with that exception. With `atomic`, it is not called any more when the verified state is being
+            written, because it must not end the fetch then. Ctrl-C takes effect after the write.
         reshare: serve verified chunks to other receivers that reshare, and fetch from these where possible.
             The source then sends the state about once in total. With True, this process listens on the
             interface through which it reached the source. With a Source, chunks are served at its port. Over

@@ -37,6 +37,17 @@ def wait_until_stopped(pid: int) -> None:
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"process {pid} did not stop")
 
 
+def wait_until_idle(pid: int) -> None:
+    """Wait until a process has used no CPU time for a while."""
+    samples: list[list[str]] = []
+
+    def is_idle() -> bool:
+        samples.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+        return len(samples) > 20 and samples[-20:] == [samples[-1]] * 20
+
+    wait_until(is_idle, f"process {pid} is busy")
+
+
 def wait_until_blocked_in_send(pid: int) -> None:
     """Wait until a process has unsent bytes that no peer reads: it is in the middle of a message."""
     samples: list[int] = []

@@ -96,6 +96,11 @@ class PullCase:
         if self.fault == "wrong_length" and waits and not is_early:
             # The last attempt at the deadline may succeed.
             return ("TornAndLate", "")
+        if (self.fault, self.victim, self.step) == ("wrong_length", "source", "manifest"):
+            # The first byte of the next answer, which was requested ahead, is taken for the manifest's last.
+            return ("SourcesLost",)
+        if (self.fault, self.victim, self.step) == ("wrong_length", "source", "digests"):
+            return ("BadManifest",)
         if self.fault in ("stop", "wrong_length") and is_early:
             return ("LinkTimeout",)
         if self.fault == "stop":

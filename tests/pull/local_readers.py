@@ -43,7 +43,7 @@ class LocalReader:
         """Ask for chunks. Those of a snapshot are mapped then."""
         asks = connection or self.connections[0]
         self.remote.request_chunks(asks, range(first, end), TIMEOUT_S)
-        self.remote.begin_chunks(asks, nbytes)
+        self.remote.read_chunks_head(asks, nbytes)
 
     def read(self, nbytes: int) -> bytes:
         """Read bytes of the chunks that were requested."""

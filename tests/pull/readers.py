@@ -28,7 +28,7 @@ class SlowReader:
     def request(self, first: int, end: int, nbytes: int) -> None:
         """Ask for chunks, without reading them."""
         self.remote.request_chunks(self._connection, range(first, end), TIMEOUT_S)
-        self.remote.begin_chunks(self._connection, nbytes)
+        self.remote.read_chunks_head(self._connection, nbytes)
 
     def read(self, nbytes: int) -> bytes:
         """Read bytes of the chunks that were requested."""

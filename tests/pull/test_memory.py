@@ -373,6 +373,30 @@ def test_wrong_bytes_in_memory_are_never_delivered_as_verified() -> None:
     assert isinstance(caught.value, (torchferry.Corrupted, torchferry.TargetTorn))
 
 
+def test_chunks_before_a_damaged_one_in_memory_are_not_asked_for_again() -> None:
+    asked: list[range] = []
+
+    def on_exchange(exchange: Exchange) -> None:
+        if not exchange.is_local:
+            exchange.relay()
+            return
+        asked.append(exchange.chunks)
+        if len(asked) > 1:
+            exchange.relay()
+            return
+        block = SharedBlock(4 * MIB)
+        block.tensor.fill_(3)
+        block.tensor[2 * MIB] = 4
+        exchange.respond(response(202, AT_0), [block.descriptor])
+
+    local = filled(1)
+    with serve(filled(3), 1) as source, Proxy(source.address, on_exchange, memory=True) as proxy:
+        got = fetch(proxy.address, local, timeout=20)
+    assert_same(local, filled(3))
+    assert asked == [range(4), range(2, 4)]
+    assert report_of(got).chunks == 4
+
+
 def test_an_answer_in_memory_over_tcp_is_an_error_and_not_asked_for_again() -> None:
     def change(asked: Asked, _status: int, _body: bytes) -> bytes | None:
         return response(202, AT_0) if "/chunks/" in asked.path else None

@@ -67,6 +67,7 @@ class Solo:
         other_end.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self.is_busy = False  # whether a call has not been answered
 
     @property
     def alive(self) -> bool:
@@ -80,6 +81,7 @@ class Solo:
 
     def start(self, fn: Callable[..., Any], *args: Any) -> None:
         """Call a function. `answer` returns its value."""
+        self.is_busy = True
         self._conn.send_bytes(pickle.dumps(Call(list(sys.path), pickle.dumps((fn, args)))))
 
     def answer(self, timeout_s: float = TIMEOUT_S) -> Any:
@@ -90,6 +92,7 @@ class Solo:
             answer = pickle.loads(self._conn.recv_bytes())
         except (EOFError, OSError):
             raise SoloError(f"{self.name} died") from None
+        self.is_busy = False
         assert isinstance(answer, Answer)
         if answer.failure is not None:
             raise SoloError(f"{self.name} raised:\n{answer.failure.traceback_text}")
@@ -163,6 +166,11 @@ class Solos:
         """End a process that can't be used any more."""
         if name in self._solos:
             self._solos.pop(name).close()
+
+    def discard_busy(self) -> None:
+        """End the processes that have not answered a call."""
+        for name in [name for name, solo in self._solos.items() if solo.is_busy]:
+            self.discard(name)
 
     def __enter__(self) -> Self:
         return self

@@ -80,11 +80,12 @@ class SourceReport:
 class FetchReport:
     """Bytes and seconds of one fetch.
 
-    `bytes_total` is the size of the state, `bytes_moved` what came over the network, and `bytes_skipped` what
-    the local state already had. `phases_s` has the seconds of each phase; "wait" is the time in which no
-    newer version was there. `extra_bytes` is the memory that `atomic=True` took. `sources` is by address. If
-    not `confirmed`, a source does not know that the fetch is complete. `loaded` lists the objects that were
-    given a state dict, by path. The rest is as in `Report`, but entries of objects are not listed.
+    `bytes_total` is the size of the state, `bytes_moved` what was received, and `bytes_skipped` what the
+    local state already had. `phases_s` has the seconds of each phase; "connect" (with `newer_than`, "wait")
+    includes describing the local state. `extra_bytes` is the memory that `atomic=True` took. `sources` is by
+    address. If not `confirmed`, a source in use does not know that the fetch is complete. `loaded` lists the
+    objects that were given a state dict, by path. The rest is as in `Report`, but entries of objects are not
+    listed.
     """
 
     version: int

@@ -1,8 +1,8 @@
 """Decides which source is asked for which chunks. Time is an argument, so simulations use the same rules.
 
-A lane is a connection to one source, and the thread that reads it. It asks for a range of chunks at a time. A
-lane that is done takes the next range, so faster sources deliver more. A lane that is overdue is closed, and
-its chunks are needed again.
+A lane is a thread that fetches from one source. It connects when that is needed, and requests a range of
+chunks at a time, so faster sources deliver more. If a lane is overdue, its connection is shut down, its
+chunks are needed again, and it reconnects later.
 """
 
 from collections import Counter, deque
@@ -18,14 +18,19 @@ to a slow source could delay the end of the fetch."""
 REQUEST_S = 0.02
 """How long the response to a request should take at least, so that the cost of the request is negligible."""
 
+RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
+"""REQUEST_BYTES and REQUEST_S of a receiver that reshares; twice `connect_s` is added to the time. They are
+small, because what a stopped receiver has requested still occupies the link of the peer that sends it."""
+
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
 
-PEER_S = 0.2
-"""How long another receiver may be silent: it sends no bytes, and does not answer whether it is alive."""
+PEER_S = 0.03
+"""How long a peer, another receiver, may send no bytes and not answer whether it is alive. Short, because the
+receivers that take chunks from this one wait too. Leaving a live peer by mistake costs little."""
 
 PEER_BACKOFF_S = 10.0
-"""How long another receiver is not asked again after it was silent for too long: the next one is as good."""
+"""The first delay of a peer that was alive but too slow, if it has none yet: the next one is better."""
 
 _SLOW = 4
 """A chunk is late if it takes this many times as long as chunks usually take."""
@@ -36,14 +41,15 @@ _MAX_FAILURES = 3
 
 @dataclass
 class Backoff:
-    """When a source that was overdue may be asked again: each time after twice as long.
+    """Whether to ask a source again: after a delay if it was overdue, and not if it failed repeatedly.
+
+    The delay doubles, and is reset when a chunk lands. Failures are counted by lane.
 
     >>> backoff = Backoff()
     >>> backoff.overdue(now_s=10.0), backoff.is_active(10.9), backoff.is_active(11.0)
     (None, True, False)
     """
 
-    first_delay_s: float = OVERDUE_S
     _failures: Counter[int] = field(default_factory=Counter)  # by lane, since its last chunk landed
     _delay_s: float = 0.0
     _until_s: float = 0.0
@@ -52,9 +58,9 @@ class Backoff:
         """Return whether other sources are to be asked first."""
         return now_s < self._until_s
 
-    def overdue(self, now_s: float) -> None:
-        """Note that the source was too slow."""
-        self._delay_s = 2 * self._delay_s or self.first_delay_s
+    def overdue(self, now_s: float, delay_s: float = OVERDUE_S) -> None:
+        """Note that the source was too slow. `delay_s` is the first delay."""
+        self._delay_s = 2 * self._delay_s or delay_s
         self._until_s = now_s + self._delay_s
 
     def failed(self, lane: int) -> bool:
@@ -86,14 +92,24 @@ class _Asked:
 class Schedule:
     """The chunks that are needed, and those that lanes have requested. Lanes have numbers.
 
+    A lane requests `request_bytes` at once, or what arrives in `request_s`, whichever is more.
+
     >>> schedule = Schedule([4, 4, 4], needed=[0, 2])
     >>> schedule.take(lane=7, lanes=1, now_s=0.0), schedule.take(lane=8, lanes=1, now_s=0.0)
     (range(0, 1), range(2, 3))
-    >>> schedule.landed(7, 0, now_s=0.5), schedule.give_up(8), schedule.take(7, lanes=1, now_s=0.5)
+    >>> schedule.landed(7, 0, now_s=0.5), schedule.take_back(8), schedule.take(7, lanes=1, now_s=0.5)
     (None, None, range(2, 3))
     """
 
-    def __init__(self, sizes: Sequence[int], needed: Iterable[int]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        needed: Iterable[int],
+        request_bytes: int = REQUEST_BYTES,
+        request_s: float = REQUEST_S,
+    ) -> None:
+        self._request_bytes = request_bytes
+        self._request_s = request_s
         self._sizes = sizes
         self._needed: deque[range] = deque(_runs(needed))
         self._needed_bytes = sum(sizes[chunk] for run in self._needed for chunk in run)
@@ -119,17 +135,17 @@ class Schedule:
         """Return the chunks that a lane requests next, out of `lanes` lanes; empty if none is left.
 
         Towards the end, several lanes request less, so that they finish at about the same time. Each may
-        request two ranges ahead, so the next one is at most a quarter of its share. `peer_s` is how long
+        have two ranges outstanding, so the next one is about a quarter of its share. `peer_s` is how long
         the other side may be silent if it is another receiver.
         """
         if not self._needed:
             return range(0)
         run = self._needed.popleft()
         nbytes = self._sizes[run.start]
-        fast_bytes = nbytes * REQUEST_S / self._chunk_s if self._chunk_s else 0
+        fast_bytes = nbytes * self._request_s / self._chunk_s if self._chunk_s else 0
         share = self._needed_bytes // (4 * lanes) if lanes > 1 else self._needed_bytes
-        # A share that takes less than an eighth of REQUEST_S is not worth a request of its own.
-        limit = max(min(max(REQUEST_BYTES, fast_bytes), share), fast_bytes // 8)
+        # A share that takes less than an eighth of `request_s` is not worth a request of its own.
+        limit = max(min(max(self._request_bytes, fast_bytes), share), fast_bytes // 8)
         end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]
@@ -147,6 +163,14 @@ class Schedule:
         if lane in self._asked:
             self._asked[lane].heard_s = max(self._asked[lane].heard_s, heard_s)
 
+    def skip(self, lost_s: float, now_s: float) -> None:
+        """Do not count `lost_s` seconds in which this process did not run."""
+        for asked in self._asked.values():
+            # Since then, a lane may have delivered a chunk or requested more.
+            asked.began_s = min(asked.began_s + lost_s, now_s)
+            asked.heard_s = min(asked.heard_s + lost_s, now_s)
+            asked.asked_s = min(asked.asked_s + lost_s, now_s)
+
     def landed(self, lane: int, chunk: int, now_s: float) -> None:
         """Note that a lane delivered its next chunk, verified and written."""
         asked = self._asked[lane]
@@ -159,7 +183,7 @@ class Schedule:
         if not asked.chunks:
             del self._asked[lane]
 
-    def give_up(self, lane: int) -> None:
+    def take_back(self, lane: int) -> None:
         """Take back what a lane has not delivered. The lane must not write any more."""
         asked = self._asked.pop(lane, None)
         if asked is not None:
@@ -167,32 +191,40 @@ class Schedule:
             self._needed_bytes += sum(self._sizes[chunk] for chunk in asked.chunks)
 
     def overdue(self, now_s: float) -> list[int]:
-        """List the lanes that have been silent for too long, or take too long for a chunk."""
+        """List the lanes that are silent for too long, take too long for a chunk, or hold up the end."""
         return [
             lane
             for lane, asked in self._asked.items()
             if min(self._late_s(asked), self._last_late_s(lane, asked)) <= now_s
         ]
 
+    def is_silent(self, lane: int, now_s: float) -> bool:
+        """Return whether a lane that is overdue received nothing for too long."""
+        asked = self._asked[lane]
+        return asked.heard_s + _max_silence_s(asked) <= now_s
+
     def _late_s(self, asked: _Asked) -> float:
         """Return when a lane becomes overdue."""
-        silent_s = OVERDUE_S if asked.peer_s is None else min(asked.peer_s, OVERDUE_S)
-        # Until the first chunk has landed, it is not known how long one takes. A source may be slow as long
-        # as bytes arrive; another receiver must deliver the whole chunk.
+        # Until the first chunk has landed, it is not known how long one takes. A source then only has to send
+        # bytes; a peer has to deliver its first chunk within OVERDUE_S.
         usual_s = inf if asked.peer_s is None else 0.0
         if self._chunk_s is not None:
             usual_s = _SLOW * self._chunk_s
-        return min(asked.heard_s + silent_s, asked.began_s + usual_s + OVERDUE_S)
+        return min(asked.heard_s + _max_silence_s(asked), asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:
-        """Return when a lane is overdue although bytes arrive; inf while other chunks are still needed.
+        """Return when a lane delays the end; inf for a peer, without other lanes, or with chunks to request.
 
-        Other lanes are idle then. The fastest of them would have delivered all that this one was asked for.
+        It has OVERDUE_S, and _SLOW times as long as the fastest other lane would need for its chunks.
         """
         others_s = [chunk_s for other, chunk_s in self._lane_s.items() if other != lane]
         if self._needed or not others_s or asked.peer_s is not None:
             return inf
         return asked.asked_s + asked.queued * _SLOW * min(others_s) + OVERDUE_S
+
+
+def _max_silence_s(asked: _Asked) -> float:
+    return OVERDUE_S if asked.peer_s is None else min(asked.peer_s, OVERDUE_S)
 
 
 def _average(average_s: float | None, took_s: float) -> float:

@@ -15,6 +15,9 @@ from torchferry.errors import LinkTimeout
 
 T = TypeVar("T")
 
+_STOPPED_S = 0.5
+"""If a wait ends so much later than it should, this process was stopped. A busy machine delays it by less."""
+
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -79,17 +82,24 @@ class Caller:
             raise LinkTimeout("this step took longer than its time limit")
         return results[0]
 
-    def wait(self, is_done: Callable[[], bool], until_s: float) -> None:
-        """Wait until something is done, or until a time, and report progress meanwhile."""
+    def wait(self, is_done: Callable[[], bool], until_s: float) -> float:
+        """Wait until something is done, or until a time, and report progress meanwhile.
+
+        Return how long this process was stopped meanwhile, as far as that is known.
+        """
+        stopped_s = 0.0
         while True:
             with self._sources.changed:
-                left_s = until_s - time.monotonic()
-                if not is_done() and left_s > 0:
-                    self._sources.changed.wait(min(left_s, EVENT_S))
+                began_s = time.monotonic()
+                wait_s = min(until_s - began_s, EVENT_S)
+                if not is_done() and wait_s > 0:
+                    self._sources.changed.wait(wait_s)
+                    late_s = time.monotonic() - began_s - wait_s
+                    stopped_s += late_s if late_s > _STOPPED_S else 0.0
                 done = is_done()
             self._report()
             if done or time.monotonic() >= until_s:
-                return
+                return stopped_s
 
     def _report(self) -> None:
         """Call `on_progress`, once for every EVENT_BYTES, or once if there were fewer."""

@@ -23,7 +23,7 @@ from torchferry.core.plan import Plan
 from torchferry.core.pull import FetchState, Grant, LeaseRequest, Result
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import FetchReport
-from torchferry.core.schedule import OVERDUE_S, PEER_S
+from torchferry.core.schedule import OVERDUE_S
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
@@ -33,8 +33,8 @@ from torchferry.engine.differing import differing_chunks
 from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading
-from torchferry.engine.receiving import EVENT_S, Receiving
-from torchferry.engine.remote import MAX_LANES, TOO_SLOW, Via
+from torchferry.engine.receiving import Receiving
+from torchferry.engine.remote import TOO_SLOW, Via
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.sink import Sink
 from torchferry.engine.sources import Sources
@@ -66,7 +66,7 @@ _FAILED_S = 0.25
 """How long a failed fetch tries to tell the sources why it failed."""
 
 _REFUSED_S = 2.0
-"""How long a fetch that refused a state tries to tell the sources why: also those on another continent."""
+"""How long a fetch that refused a state tries to tell the sources why, also over round trips of 0.2 s."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _Fetch(Phases):
             options.tls,
             options.max_metadata_bytes,
             options.via,
-            None if options.reshare is None else options.reshare.port_at,
+            None if options.reshare is None else options.reshare.listen_at,
         )
         self._receiving: Receiving | None = None
         self._sink: Sink | None = None
@@ -171,7 +171,7 @@ class _Fetch(Phases):
     def run(self) -> Fetched:
         options = self.options
         self._sources.open_all(options.timeout_s)
-        # Work that grows with the number of tensors is done in threads, so that progress is reported.
+        # With `on_progress`, work that grows with the number of tensors is done in threads.
         local = None
         if options.local_state is not None:
             state = options.local_state()
@@ -268,7 +268,7 @@ class _Fetch(Phases):
                     return source.grant or grant, encoded, digests
                 except LinkTimeout as error:
                     source.shut_down_readers(TOO_SLOW)
-                    source.backoff.overdue(time.monotonic())
+                    sources.set_back(source)
                     source.report.failures.append(error.what)
                 except (LinkError, PeerError) as error:
                     sources.lose(source, error)
@@ -308,31 +308,31 @@ class _Fetch(Phases):
     def _receive(self, plan: Plan, needed: Sequence[int], digests: Sequence[int], landing: Landing) -> None:
         """Receive the chunks that are needed, and write them."""
         options = self.options
-        # With `reshare`, one lane: its chunks arrive in order, so other receivers get them soonest. A silent
-        # peer must be replaced soon, because these receivers wait too.
-        lanes, look_s = (MAX_LANES, EVENT_S) if options.reshare is None else (1, PEER_S / 4)
+        in_order = options.reshare is not None
         expected = digests if options.verify else ()
         self._receiving = self._caller.receiving = receiving = Receiving(
-            self._sources, plan, needed, expected, landing, self._deadline_s, lanes
+            self._sources, plan, needed, expected, landing, self._deadline_s, in_order=in_order
         )
         try:
             while not receiving.is_done:
                 receiving.check(options.stall_s)
-                self._caller.wait(lambda: receiving.is_done, time.monotonic() + look_s)
+                until_s = time.monotonic() + receiving.look_s
+                if lost_s := self._caller.wait(lambda: receiving.needs_check, until_s):
+                    receiving.skip(lost_s)
             receiving.check(options.stall_s)
             options.gate()
             self._enter(FetchState.ASSEMBLING)
             if landing.extra_bytes:
                 if not options.verify:
                     self._caller.run(self._raise_if_changed, needed)
-                # From here on the new state is written, and nothing but Ctrl-C may end the fetch.
+                # From here on local tensors are written. Ctrl-C takes effect after the write.
                 self._is_committed = True
                 self._caller.stop_reporting()
                 # In a thread, so that Ctrl-C does not interrupt the write.
                 self._caller.run(landing.apply, finish=True)
         finally:
             receiving.stop()
-            # Otherwise autograd, and readers of these tensors, would take them for changed.
+            # Version counters tell autograd, and sources of these tensors, that they changed.
             if landing.sink.has_written:
                 landing.sink.increment_versions()
 
@@ -351,7 +351,7 @@ class _Fetch(Phases):
         return restored
 
     def _confirm(self, grant: Grant) -> bool:
-        """Tell every given source that the fetch is complete, and return whether all acknowledged it.
+        """Tell the given sources in use that the fetch is complete; return whether all acknowledged it.
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
@@ -360,7 +360,7 @@ class _Fetch(Phases):
         # A source that is known to be too slow is told, but not waited for.
         ready = [source for source in serving if not source.backoff.is_active(time.monotonic())] or serving
         result = Result("confirmed", verified=self.options.verify)
-        # A fetch that was complete just in time has a moment left.
+        # At least _FAILED_S, even at the deadline.
         timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _FAILED_S))
         untold = self._caller.run(self._sources.tell, serving, result, timeout_s, ready)
         unsure = [source for source in self._sources.live() if source in untold or source not in serving]

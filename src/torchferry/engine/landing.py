@@ -13,7 +13,7 @@ from torchferry.tensors.memory import new_block
 
 
 class Landing:
-    """Where lanes put the chunks that they receive. Several may use it at once, each for its own chunk.
+    """Where lanes put the chunks that they receive. Several lanes may use it at once, for different chunks.
 
     With `atomic`, chunks are kept in `extra_bytes` of memory until `apply` writes them. Raises StateError if
     there is not enough.
@@ -48,16 +48,21 @@ class Landing:
             buffer = self._staged[chunk.number] = self._staging.take(chunk.nbytes, pinned=self.sink.pinned)
         return view(buffer)
 
-    def write(self, chunk: Chunk) -> None:
-        """Write a chunk that was received and, unless verification is off, verified."""
-        staged = self._staged.pop(chunk.number, None)
+    def write(self, chunks: Sequence[Chunk]) -> None:
+        """Write chunks that are not in their place already. They have landed then.
+
+        They were received, and verified unless verify=False. With `atomic`, `apply` writes them later.
+        """
+        staged = {chunk.number: self._staged.pop(chunk.number, None) for chunk in chunks}
         with self._lock:
-            if chunk.number not in self._atomic_buffers:
-                self._write(chunk, staged)
-            self._missing.discard(chunk.number)
+            for chunk in chunks:
+                if chunk.number not in self._atomic_buffers:
+                    self._write(chunk, staged[chunk.number])
+            self._missing.difference_update(staged)
             self._landed.notify_all()
-        if staged is not None:
-            self._staging.give_back(staged)
+        for buffer in staged.values():
+            if buffer is not None:
+                self._staging.give_back(buffer)
 
     def _write(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
         self.sink.write(chunk, buffer)
@@ -89,7 +94,7 @@ class Landing:
                 return bytes(view(kept))
             buffer = self.sink.read(chunk, self._staging)
             try:
-                # A copy, made while no other Python code runs: the user may free the tensor during the send.
+                # A copy, made with the interpreter lock held: the user may free the tensor during the send.
                 return bytes(view(buffer))
             finally:
                 if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:

@@ -1,4 +1,8 @@
-"""Receiving the chunks of a fetch: lanes ask the sources for ranges, verify each chunk and write it."""
+"""Receiving the chunks of a fetch: lanes request ranges from the sources, and verify each chunk.
+
+A chunk is received in place where that is possible, so memory is written before the chunk is verified. The
+chunk counts as received only if its digest is right.
+"""
 
 import threading
 import time
@@ -6,12 +10,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest
 
 from torchferry.core.outcome import paths_of
-from torchferry.core.plan import Plan
+from torchferry.core.plan import Chunk, Plan
 from torchferry.core.pull import Grant
-from torchferry.core.schedule import PEER_S, Schedule
+from torchferry.core.schedule import (
+    OVERDUE_S,
+    PEER_BACKOFF_S,
+    PEER_S,
+    RESHARE_REQUEST_BYTES,
+    RESHARE_REQUEST_S,
+    Schedule,
+)
 from torchferry.engine.deadlines import left_s
 from torchferry.engine.landing import Landing
 from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
@@ -23,24 +34,25 @@ EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
 """The calling thread is woken for this many bytes, and at least this often."""
 
-_HASH_BYTES = 1 << 20
-"""Bytes are received and hashed in pieces of this size, while they are in the cache."""
+_GROUP_BYTES, _GROUP_CHUNKS = 4 << 20, 64
+"""How much is copied out of shared memory at once. Each copy ends by reacquiring the interpreter lock, so
+larger copies mean less contention."""
 
 
 @dataclass(eq=False)
 class _Lane:
     """A thread that requests chunks from one source, in ranges. `connection` is None unless it is connected.
 
-    `is_overdue` is set when the connection was ended because the source was too slow.
+    If the connection is ended because the source is too slow, `backoff_s` is the first delay of its backoff.
     """
 
     number: int
     source: RemoteSource
-    asked: deque[range] = field(default_factory=deque)  # ranges that were requested, but not read yet
+    outstanding: deque[range] = field(default_factory=deque)  # ranges that were requested, but not read yet
     thread: threading.Thread | None = None
     connection: HttpConnection | None = None
     is_connecting: bool = False
-    is_overdue: bool = False
+    backoff_s: float | None = None
 
     @property
     def used_connection(self) -> HttpConnection:
@@ -52,8 +64,11 @@ class _Lane:
 class Receiving:
     """Receives the chunks that a fetch needs. `digests` is empty if nothing is verified.
 
-    A single source gets `lanes` lanes. If there are several sources, each gets one lane.
-    The calling thread calls `check` again and again until `is_done`.
+    Each preferred source gets one lane; a single one up to its `max_lanes`, if more than EVENT_BYTES are
+    needed. `in_order` is for resharing: a single source gets one lane too, and requests are small, so chunks
+    arrive in order and soon for the receivers that take them from this one.
+
+    The calling thread calls `check` every `look_s`, or if this `needs_check`, until `is_done`.
     """
 
     def __init__(
@@ -64,7 +79,8 @@ class Receiving:
         digests: Sequence[int],
         landing: Landing,
         deadline_s: float,
-        lanes: int,
+        *,
+        in_order: bool,
     ) -> None:
         self.total_bytes = sum(plan.chunks[number].nbytes for number in needed)
         self.moved_bytes = 0
@@ -75,26 +91,47 @@ class Receiving:
         self._digests = digests
         self._landing = landing
         self._deadline_s = deadline_s
-        self._max_lanes = lanes
-        self._schedule = Schedule([chunk.nbytes for chunk in plan.chunks], needed)
+        self._in_order = in_order
+        # How often to call `check`. A silent peer must be replaced soon, because receivers wait for this one.
+        self.look_s = PEER_S / 4 if in_order else EVENT_S
+        sizes = [chunk.nbytes for chunk in plan.chunks]
+        self._schedule = Schedule(sizes, needed)
+        if in_order:
+            round_trip_s = max(source.connect_s for source in sources.all)
+            request_s = RESHARE_REQUEST_S + 2 * round_trip_s
+            self._schedule = Schedule(sizes, needed, RESHARE_REQUEST_BYTES, request_s)
         self._lanes: list[_Lane] = []
         self._preferred: list[RemoteSource] = []  # the lanes of other sources pause
         self.failure: BaseException | None = None
         self._heard_s = time.monotonic()
+        self._changes = 0
 
     @property
     def is_done(self) -> bool:
         """Whether every needed chunk has landed, or an error in a lane ends the fetch."""
         return self._schedule.is_done or self.failure is not None
 
+    @property
+    def needs_check(self) -> bool:
+        """Whether `check` should be called: this `is_done`, or other sources may be preferred by now."""
+        return self.is_done or self._sources.changes != self._changes
+
     # The calling thread.
 
+    def skip(self, lost_s: float) -> None:
+        """Do not count `lost_s` seconds in which this process did not run: the sources may have sent."""
+        now_s = time.monotonic()
+        with self._changed:
+            self._schedule.skip(lost_s, now_s)
+            self._heard_s = min(self._heard_s + lost_s, now_s)
+
     def check(self, stall_s: float | None) -> None:
-        """Start lanes for sources that have none, end overdue lanes; raises an error that ends the fetch."""
+        """Start lanes, end the connections of overdue ones; raises an error that ends the fetch."""
         if self.failure is not None:
             raise self.failure
         if self._schedule.is_done:
             return
+        self._changes = self._sources.changes
         self._start_lanes()
         self._end_overdue()
         done = f"{self.moved_bytes:,} of {self.total_bytes:,} bytes done"
@@ -106,11 +143,15 @@ class Receiving:
             raise LinkStalled(f"no bytes arrived for {stall_s:g} s; {done}")
 
     def _start_lanes(self) -> None:
-        preferred = self._preferred = self._sources.preferred()
-        is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES
+        preferred = self._sources.preferred()
+        with self._changed:
+            if preferred != self._preferred:
+                self._preferred = preferred
+                self._changed.notify_all()  # lanes that pause
+        is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES and not self._in_order
         wanted: list[RemoteSource] = []
         for source in preferred:
-            lanes = min(self._max_lanes, source.max_lanes) if is_one else 1
+            lanes = source.max_lanes if is_one else 1
             wanted += [source] * (lanes - sum(lane.source is source for lane in self._lanes))
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
         # How much a lane asks for depends on how many there are.
@@ -121,30 +162,35 @@ class Receiving:
     def _end_overdue(self) -> None:
         """End connections whose next chunk is overdue, if another source can deliver it.
 
-        A source can't during its backoff, or if it is overdue itself, or is still being connected to.
+        Sources that are in backoff, overdue themselves or still being connected to can't.
         """
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
             # A lane's own thread sets its connection to None at any time.
             connections = [lane.connection for lane in self._lanes]
-            for lane, connection in zip(self._lanes, connections, strict=True):
-                if connection is not None:
-                    heard_s, source = connection.heard_s, lane.source
-                    self._heard_s = max(self._heard_s, heard_s)
-                    if source.is_peer:
-                        # It may be waiting for its own source. If it is stopped, it does not answer.
-                        heard_s = max(heard_s, source.answered_s)
-                        if now_s > heard_s + PEER_S / 4 and self._schedule.is_asked(lane.number):
-                            source.ask_if_alive()
-                    self._schedule.heard(lane.number, heard_s)
+            self._note_activity(connections, now_s)
             overdue = self._schedule.overdue(now_s)
             busy = {lane.source for lane in self._lanes if lane.is_connecting or lane.number in overdue}
             able = [each for each in serving if each not in busy and not each.backoff.is_active(now_s)]
             for number in overdue:
-                connection = connections[number]
+                lane, connection = self._lanes[number], connections[number]
                 if connection is not None and able:
-                    self._lanes[number].is_overdue = True
+                    is_slow_peer = lane.source.is_peer and not self._schedule.is_silent(number, now_s)
+                    lane.backoff_s = PEER_BACKOFF_S if is_slow_peer else OVERDUE_S
                     connection.shut_down(TOO_SLOW)
+
+    def _note_activity(self, connections: Sequence[HttpConnection | None], now_s: float) -> None:
+        """Note when each lane last received bytes. Ask peers that are silent whether they are alive."""
+        for lane, connection in zip(self._lanes, connections, strict=True):
+            if connection is not None:
+                heard_s, source = connection.heard_s, lane.source
+                self._heard_s = max(self._heard_s, heard_s)
+                if source.is_peer:
+                    # It may be waiting for its own source. If it is stopped, it does not answer.
+                    heard_s = max(heard_s, source.answered_s)
+                    if now_s > heard_s + PEER_S / 2 and self._schedule.is_asked(lane.number):
+                        source.ask_if_alive()
+                self._schedule.heard(lane.number, heard_s)
 
     def stop(self) -> None:
         """End all lanes, so that nothing is written any more."""
@@ -164,14 +210,14 @@ class Receiving:
         """Request and receive ranges of chunks, until none is needed or the source is given up."""
         source = lane.source
         try:
-            while (chunks := self._next_range(lane)) is not None or lane.asked:
+            while (chunks := self._next_range(lane)) is not None or lane.outstanding:
                 grant = source.grant
                 try:
                     if chunks is None:
-                        self._receive_range(lane, lane.asked.popleft())
+                        self._receive_range(lane, lane.outstanding.popleft())
                     else:
                         # Requested ahead, so that the source always has something to send.
-                        lane.asked.append(chunks)
+                        lane.outstanding.append(chunks)
                         source.request_chunks(lane.used_connection, chunks, left_s(self._deadline_s))
                 except LinkError as error:
                     self._recover(lane, grant, error)
@@ -180,7 +226,7 @@ class Receiving:
         except BaseException as error:
             self.failure = error
         finally:
-            self._give_up(lane)
+            self._reset(lane)
 
     def _next_range(self, lane: _Lane) -> range | None:
         """Connect if necessary, and return the next chunks to request; None if there are none now.
@@ -204,7 +250,7 @@ class Receiving:
         return None
 
     def _may_ask(self, lane: _Lane) -> bool:
-        return len(lane.asked) < lane.source.max_ahead
+        return len(lane.outstanding) < lane.source.max_ahead
 
     def _wait_until_needed(self, lane: _Lane) -> bool:
         """Wait until there are chunks that a lane may request; return False if there will be none.
@@ -218,58 +264,74 @@ class Receiving:
                 is_paused = source not in self._preferred or source.backoff.is_active(time.monotonic())
                 if schedule.has_more and (is_last or not is_paused):
                     return True
-                if lane.asked:
+                if lane.outstanding:
                     return False
                 # Chunks are needed again if another lane fails.
                 self._changed.wait(EVENT_S)
         return False
 
     def _receive_range(self, lane: _Lane, chunks: range) -> None:
-        """Read a range of chunks that was requested, verify each, and write it."""
+        """Receive a range of chunks that was requested: one after the other, or in groups out of memory."""
         connection = lane.used_connection
         found = self._plan.chunks[chunks.start : chunks.stop]
-        lane.source.begin_chunks(connection, sum(chunk.nbytes for chunk in found))
+        lane.source.read_chunks_head(connection, sum(chunk.nbytes for chunk in found))
+        group: list[Chunk] = []
+        group_bytes = 0
         for chunk in found:
-            self._raise_if_over()
-            data, hasher = self._landing.open(chunk), xxh3_64()
-            for start in range(0, len(data), _HASH_BYTES):
-                part = data[start : start + _HASH_BYTES]
-                connection.read_into(part)
-                if self._digests:
-                    hasher.update(part)
-            if self._digests and hasher.intdigest() != self._digests[chunk.number]:
-                paths = paths_of(self._landing.sink.manifest, self._plan, {chunk.number})
-                raise _Damaged(chunk.number, paths)
-            self._raise_if_over()
-            self._landing.write(chunk)
-            with self._changed:
-                self._schedule.landed(lane.number, chunk.number, time.monotonic())
-                self._count(lane, chunk.nbytes)
+            group.append(chunk)
+            group_bytes += chunk.nbytes
+            is_enough = group_bytes >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS
+            if is_enough or not connection.reads_memory or chunk is found[-1]:
+                self._receive_group(lane, connection, group)
+                group, group_bytes = [], 0
 
-    def _count(self, lane: _Lane, nbytes: int) -> None:
-        source = lane.source
+    def _receive_group(self, lane: _Lane, connection: HttpConnection, group: Sequence[Chunk]) -> None:
+        """Receive some chunks at once, and verify each. Those before a damaged one count as received."""
+        self._raise_if_over()
+        began_s = time.monotonic()
+        views = [self._landing.open(chunk) for chunk in group]
+        connection.read_into(*views)
+        whole: list[Chunk] = []
+        for chunk, view in zip(group, views, strict=True):
+            if self._digests and xxh3_64_intdigest(view) != self._digests[chunk.number]:
+                break
+            whole.append(chunk)
+        self._raise_if_over()
+        if whole:
+            self._landing.write(whole)
+            with self._changed:
+                chunk_s = (time.monotonic() - began_s) / len(whole)
+                for count, chunk in enumerate(whole, 1):
+                    self._schedule.landed(lane.number, chunk.number, began_s + count * chunk_s)
+                self._count(lane, whole)
+        if len(whole) < len(group):
+            damaged = group[len(whole)].number
+            raise _Damaged(damaged, paths_of(self._landing.sink.manifest, self._plan, {damaged}))
+
+    def _count(self, lane: _Lane, chunks: Sequence[Chunk]) -> None:
+        source, nbytes = lane.source, sum(chunk.nbytes for chunk in chunks)
         before = self.moved_bytes // EVENT_BYTES
         self.moved_bytes += nbytes
         self.last_peer = source.peer
         source.backoff.landed(lane.number)
         source.report.bytes += nbytes
-        source.report.chunks += 1
+        source.report.chunks += len(chunks)
         if self._schedule.is_done or self.moved_bytes // EVENT_BYTES > before:
             self._changed.notify_all()
 
     def _recover(self, lane: _Lane, grant: Grant | None, error: LinkError) -> None:
         """Let other lanes take what this one did not deliver; raises an error if its source is given up."""
         source = lane.source
-        self._give_up(lane)
-        is_overdue, lane.is_overdue = lane.is_overdue, False
+        self._reset(lane)
+        backoff_s, lane.backoff_s = lane.backoff_s, None
         self._raise_if_over()
         if isinstance(error, MemoryUnusable):
-            source.give_memory_up(error)
+            source.fall_back_to_tcp(error)
             return
         with self._changed:
             source.report.failures.append(error.what)
-            if is_overdue:
-                source.backoff.overdue(time.monotonic())
+            if backoff_s is not None:
+                self._sources.set_back(source, backoff_s)
                 return
             is_lost = source.backoff.failed(lane.number)
         if is_lost:
@@ -279,14 +341,14 @@ class Receiving:
         if isinstance(error, _Damaged):
             source.report_damage(error.chunk, left_s(self._deadline_s))
 
-    def _give_up(self, lane: _Lane) -> None:
+    def _reset(self, lane: _Lane) -> None:
         """Close the connection of a lane, so that late bytes are not written, and take its chunks back."""
         if lane.connection is not None:
             lane.source.close(lane.connection)
             lane.connection = None
-        lane.asked.clear()
+        lane.outstanding.clear()
         with self._changed:
-            self._schedule.give_up(lane.number)
+            self._schedule.take_back(lane.number)
             self._changed.notify_all()
 
     def _raise_if_over(self) -> None:

@@ -15,7 +15,7 @@ from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.core.report import SourceReport
-from torchferry.core.schedule import PEER_BACKOFF_S, PEER_S, Backoff
+from torchferry.core.schedule import PEER_S, Backoff
 from torchferry.core.text import show_text
 from torchferry.errors import (
     BadManifest,
@@ -42,7 +42,7 @@ _LEAVE_S = 1.0
 """How long a receiver tries to tell a source that it is not used."""
 
 MAX_LANES = 2
-"""How many connections read chunks from a single source, if there are cores for them."""
+"""How many connections read chunks from a single source at most."""
 
 TOO_SLOW = "the source was too slow, so the connection was closed"
 
@@ -68,9 +68,9 @@ class RemoteSource:
 
     `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, and
     `answered_s` when it last answered whether it is alive. `connect_s` is how long connecting took.
-    `port_at(host)` returns the port at which this process reshares; `host` is this process's own address, as
-    seen from the source. `open` keeps host and port in `own_address`. `heard_s` is when bytes of metadata
-    last arrived.
+    `listen_at(host)` listens for peers that fetch from this process, and returns the port; `host` is this
+    process's own address, as seen from the source. `open` keeps host and port in `own_address`. `heard_s` is
+    when bytes of metadata last arrived.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks.
@@ -86,14 +86,14 @@ class RemoteSource:
         max_metadata_bytes: int,
         via: Via | None = None,
         *,
-        port_at: Callable[[str], int] | None = None,
+        listen_at: Callable[[str], int] | None = None,
         is_peer: bool = False,
     ) -> None:
         self.is_peer = is_peer
         self.peer_s = PEER_S if is_peer else None
         self.answered_s = 0.0
         self.connect_s = 0.0
-        self._port_at = port_at
+        self._listen_at = listen_at
         self.own_address: tuple[str, int] | None = None
         self.address = address
         self.peer = str(address)
@@ -101,7 +101,7 @@ class RemoteSource:
         self.grant: Grant | None = None
         self.error: FerryError | None = None
         self.heard_s = 0.0
-        self.backoff = Backoff(PEER_BACKOFF_S) if is_peer else Backoff()
+        self.backoff = Backoff()
         # One context for all connections: loading the system's certificates takes longer than a request.
         self._tls = tls or (ssl.create_default_context() if address.secure else None)
         self._max_metadata_bytes = max_metadata_bytes
@@ -133,7 +133,7 @@ class RemoteSource:
                 self.report.via = "memory"
                 return found
             except LinkBroken as error:
-                self.give_memory_up(error)
+                self.fall_back_to_tcp(error)
         self.report.via = "tcp"
         return self.connect(timeout_s)
 
@@ -157,7 +157,7 @@ class RemoteSource:
         wait_s = max(timeout_s, _MIN_WAIT_S)
         return HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
 
-    def give_memory_up(self, error: LinkBroken) -> None:
+    def fall_back_to_tcp(self, error: LinkBroken) -> None:
         """Use TCP from now on; raises PeerError if chunks must come through memory."""
         if self._via == "memory":
             raise PeerError(f"memory can't be used: {error.what}", peer=self.peer) from None
@@ -201,8 +201,8 @@ class RemoteSource:
         self.connect_s = time.monotonic() - began_s
         unneeded: HttpConnection | None = control
         try:
-            if self._port_at is not None:
-                self.own_address = control.own_host, self._port_at(control.own_host)
+            if self._listen_at is not None:
+                self.own_address = control.own_host, self._listen_at(control.own_host)
                 wanted = structs.replace(wanted, port=self.own_address[1])
             while (left_s := deadline_s - time.monotonic()) > 0:
                 wait_s = 0.0 if wanted.newer_than is None else min(left_s, pull.MAX_WAIT_S)
@@ -267,12 +267,14 @@ class RemoteSource:
 
     @property
     def max_lanes(self) -> int:
-        """How many connections are worth opening: they need cores, also for the source if it sends."""
+        """How many connections are worth opening: one for a ring, MAX_LANES for a snapshot in memory.
+
+        Over TCP, MAX_LANES if this process may use more cores: a source on this machine needs some too.
+        """
         if self.uses_ring:
             return 1
         has_memory = self.grant is not None and self.grant.snapshot and self.grant.memory is not None
         reads_snapshot = has_memory and "tcp" not in (self._via, self.report.via)
-        # The source may be on this machine.
         return MAX_LANES if reads_snapshot or len(os.sched_getaffinity(0)) > MAX_LANES else 1
 
     @property
@@ -285,8 +287,8 @@ class RemoteSource:
         """Ask for a range of chunks."""
         self._send(connection, "GET", self._path(f"chunks/{chunks.start}-{chunks.stop}"), timeout_s)
 
-    def begin_chunks(self, connection: HttpConnection, nbytes: int) -> None:
-        """Begin to read the chunks that were requested first. The caller then reads `nbytes` bytes."""
+    def read_chunks_head(self, connection: HttpConnection, nbytes: int) -> None:
+        """Read the head of the next answer to a request for chunks. The caller then reads `nbytes` bytes."""
         head = connection.read_head()
         if head.status == pull.IN_MEMORY and connection.is_local:
             answer = connection.read(min(head.nbytes, _MAX_ANSWER_BYTES))

@@ -1,7 +1,7 @@
 """Resharing: a receiver serves the chunks that it has verified, while it still fetches the rest.
 
-The source names the receivers that do so to those that come later, and these take chunks from each other. So
-the source's link carries the state about once.
+The source lists such receivers in its grants to later receivers, which then fetch from them. So the source's
+link carries the state about once.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Arriving(Published):
-    """A version that this process fetches. A chunk can be read when it was verified and written.
+    """A version that this process fetches. A chunk can be read when it has landed.
 
     The user may change the tensors when the fetch is over, so a chunk that is served may be stale. Receivers
     verify every chunk by the digests of the source.
@@ -78,10 +78,10 @@ class Resharing:
         self._versions = VersionStore(self._disconnect)
         close_after_fork(self)
 
-    def port_at(self, host: str) -> int:
-        """Return the port at which peers reach this process at its address `host`, and listen there.
+    def listen_at(self, host: str) -> int:
+        """Listen at this process's address `host`, and return the port at which peers reach it.
 
-        0 if they can't, because it listens at another address already.
+        0 if they can't: it listens at another address already, can't listen there, or was stopped.
         """
         everywhere = "::" if ":" in host else "0.0.0.0"
         with self._lock:
@@ -112,9 +112,9 @@ class Resharing:
         digests: Sequence[int],
         landing: Landing,
     ) -> None:
-        """Serve what lands from now on, to receivers that know the token of the version."""
+        """Serve what is there already or lands, to receivers that know the token of the version."""
         if not self._port or not grant.peer_token or not landing.can_read_all():
-            # Those who were told of this receiver find at once that it serves nothing.
+            # Close the listener, so that peers that know its address are refused, and do not wait.
             self.stop()
             return
         self._landing = landing

@@ -32,13 +32,13 @@ from torchferry.links.lifecycle import end_at_exit
 logger = logging.getLogger(__name__)
 
 _OTHERS_S = 0.25
-"""How long to wait for sources that are known to be slow when they are told a result."""
+"""How long `tell` waits for sources that are not in `wait_for`."""
 
 _PEERS = 2
 """How many peers to get leases from: the one that chunks come from, and one in reserve."""
 
 _PEER_ANSWERS_S = 10.0
-"""How long a peer, another receiver, may take to grant a lease. It compares its states first."""
+"""How long a peer, another receiver, may take to grant a lease: it compares its local state first."""
 
 
 class Sources:
@@ -47,7 +47,8 @@ class Sources:
     Threads of the fetch share it; `changed` guards it.
 
     `chosen` is the grant of the version to fetch, once it is known. `is_final` is set when the metadata of
-    that version was verified. Setting `is_over` ends all threads.
+    that version was verified. Once `is_over` is set, lanes stop, and no source is given up any more;
+    `shut_down` ends all threads. `changes` counts what may change which sources are `preferred`.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class Sources:
         tls: ssl.SSLContext | None,
         max_metadata_bytes: int,
         via: Via | None,
-        port_at: Callable[[str], int] | None = None,
+        listen_at: Callable[[str], int] | None = None,
     ) -> None:
         self._name = name
         self.changed = threading.Condition()
         self.all = [
-            RemoteSource(address, tls, max_metadata_bytes, via, port_at=port_at) for address in addresses
+            RemoteSource(address, tls, max_metadata_bytes, via, listen_at=listen_at) for address in addresses
         ]
         self._peers: list[RemoteSource] = []  # those that were not asked yet, the best first
         self._asked_s: dict[RemoteSource, float] = {}  # when peers were asked
@@ -72,6 +73,7 @@ class Sources:
         self.chosen: Grant | None = None
         self.is_final = False
         self.is_over = False
+        self.changes = 0
         self._granted_s: float | None = None
         self._threads: list[threading.Thread] = []
         end_at_exit(self)
@@ -117,15 +119,15 @@ class Sources:
             self.unanswered.discard(source)
             if grant is None:
                 self.lose(source, error)
-            self.changed.notify_all()
+            elif self._granted_s is None:
+                self._granted_s = time.monotonic()
+            self._note_change()
         if grant is not None:
             source.keep_alive()
 
     def is_settled(self) -> bool:
         """Return whether the version can be chosen."""
         grants, now_s = [source.grant for source in self.all], time.monotonic()
-        if any(grants):
-            self._granted_s = self._granted_s or now_s
         pending = [number for number, source in enumerate(self.all) if source in self.unanswered]
         return is_settled(grants, pending, self.wanted, now_s - (self._granted_s or now_s))
 
@@ -178,10 +180,12 @@ class Sources:
     def preferred(self) -> list[RemoteSource]:
         """Return the sources to ask now: one peer if some serve, or else all that were given.
 
+        Also asks the next peers for leases, so that there are always _PEERS.
+
         Each receiver takes chunks from one peer, so a peer sends as much as it receives. If each took chunks
-        from several, peers at the start of the chain would send more. The list is empty while the first
-        peers may still answer: not for long, since a stopped one never does. If peers have granted leases
-        and delivered nothing for a second, those that were given are asked too.
+        from several, peers at the start of the chain would send more. The list is empty while the best peer
+        may still answer, for PEER_S and four round trips after the first was asked. If a peer was too slow,
+        and none has delivered a chunk a second after the first was asked, the given sources are asked too.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
@@ -200,12 +204,14 @@ class Sources:
             given = [each for each in serving if not each.is_peer]
             # On a long link, an answer takes several round trips.
             answers_s = PEER_S + 4 * max((each.connect_s for each in given), default=0.0)
-            is_first = bool(due) and asked_for_s < answers_s
+            best = next((each for each in self.all if each in peers or each in due), None)
+            if best in due and asked_for_s < answers_s:
+                return []
             granted = [each for each in serving if each.is_peer]
             is_slow = len(granted) > len(peers) and not any(each.report.chunks for each in granted)
             if is_slow and asked_for_s >= OVERDUE_S:
                 return peers[:1] + given
-            return peers[:1] or ([] if is_first else given or serving)
+            return peers[:1] or given or serving
 
     def lose(self, source: RemoteSource, error: FerryError) -> None:
         """Give a source up, because of an error."""
@@ -216,7 +222,17 @@ class Sources:
                 source.error = error.with_context(peer=source.peer)
                 source.report.failures.append(error.what)
                 logger.debug("%s: %s is given up: %s", self._name, source.peer, error.what)
-            self.changed.notify_all()
+            self._note_change()
+
+    def set_back(self, source: RemoteSource, delay_s: float = OVERDUE_S) -> None:
+        """Ask other sources first for a while, because this one was too slow."""
+        with self.changed:
+            source.backoff.overdue(time.monotonic(), delay_s)
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self.changes += 1
+        self.changed.notify_all()
 
     def live(self) -> list[RemoteSource]:
         """Return the sources that delivered chunks of a live state, which may have changed."""
@@ -243,7 +259,7 @@ class Sources:
         kinds = [NotAuthorized, NoSuchVersion] if self.chosen is None else []
         answers = [error for error in errors if not isinstance(error, LinkBroken)]
         for kind in (*kinds, LinkTimeout, PeerGaveUp, BadManifest, Corrupted):
-            # Of a token or a version, those that can't be reached say nothing.
+            # A source that can't be reached does not tell whether the token or the version is wrong.
             found = answers if kind in kinds else errors
             if len(errors) == len(given) and found and all(isinstance(error, kind) for error in found):
                 is_listed = len(errors) > 1 and kind is not Corrupted

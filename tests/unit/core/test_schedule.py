@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sizes import examples
-from torchferry.core.schedule import OVERDUE_S, REQUEST_BYTES, REQUEST_S, Backoff, Schedule
+from torchferry.core.schedule import (
+    OVERDUE_S,
+    PEER_S,
+    REQUEST_BYTES,
+    REQUEST_S,
+    RESHARE_REQUEST_BYTES,
+    RESHARE_REQUEST_S,
+    Backoff,
+    Schedule,
+)
 
 MIB = 1 << 20
 
@@ -55,8 +64,46 @@ def test_what_a_lane_was_asked_for_ahead_is_needed_again_if_it_is_given_up() -> 
     assert schedule.take(0, 2, 0.0) == range(4)
     assert schedule.take(0, 2, 0.0) == range(4, 7)
     schedule.landed(0, 0, 0.0)
-    schedule.give_up(0)
+    schedule.take_back(0)
     assert schedule.take(1, 2, 0.0) == range(1, 4), "an eighth of the 31 chunks that are left"
+
+
+def test_a_receiver_that_reshares_asks_only_for_what_arrives_soon() -> None:
+    schedule = Schedule([MIB] * 100, range(100), RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S)
+    assert schedule.take(0, 1, 0.0) == range(2), "it is not known how fast the lane is"
+    schedule.landed(0, 0, RESHARE_REQUEST_S / 3)
+    assert len(schedule.take(0, 1, 0.0)) == 3
+
+
+def test_time_in_which_this_process_did_not_run_does_not_count() -> None:
+    schedule = Schedule([MIB] * 4, range(4), 0)
+    schedule.take(0, 2, 0.0)
+    schedule.take(1, 2, 0.0, PEER_S)
+    assert schedule.overdue(5.0) == [0, 1]
+    schedule.skip(4.99, 5.0)
+    assert schedule.overdue(5.0) == []
+    assert schedule.overdue(4.99 + PEER_S) == [1]
+    assert schedule.overdue(5.0 + OVERDUE_S) == [0, 1]
+
+
+def test_a_chunk_that_landed_since_this_process_continued_does_not_begin_in_the_future() -> None:
+    schedule = Schedule([MIB] * 8, range(8))
+    schedule.take(0, 1, 0.0)
+    schedule.landed(0, 0, 10.0)
+    schedule.skip(9.0, 10.5)
+    schedule.landed(0, 1, 10.6)
+    assert schedule.overdue(11.6) == [0], "it was heard from at 10.6"
+    assert schedule.overdue(11.5) == []
+
+
+def test_a_peer_that_sends_too_slowly_is_not_silent() -> None:
+    schedule = Schedule([MIB] * 2, range(2), 0)
+    schedule.take(0, 1, 0.0, PEER_S)
+    assert schedule.overdue(PEER_S) == [0]
+    assert schedule.is_silent(0, PEER_S)
+    schedule.heard(0, OVERDUE_S)
+    assert schedule.overdue(OVERDUE_S) == [0]
+    assert not schedule.is_silent(0, OVERDUE_S)
 
 
 def test_a_fast_lane_asks_for_as_much_as_it_delivers_in_a_moment() -> None:
@@ -73,7 +120,7 @@ def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
     schedule = Schedule([1] * 64, range(64))
     assert schedule.take(0, 2, 0.0) == range(8)
     schedule.landed(0, 0, 0.0)
-    schedule.give_up(0)
+    schedule.take_back(0)
     assert not schedule.is_done
     assert schedule.take(1, 1, 0.0).start == 1
 
@@ -81,7 +128,7 @@ def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
 def test_a_lane_that_was_given_up_can_not_deliver() -> None:
     schedule = Schedule([1, 1], range(2))
     schedule.take(0, 1, 0.0)
-    schedule.give_up(0)
+    schedule.take_back(0)
     with pytest.raises(KeyError):
         schedule.landed(0, 0, 0.0)
 
@@ -230,7 +277,7 @@ def test_every_needed_chunk_lands_exactly_once_whatever_lanes_do(data: st.DataOb
             if chunks:
                 asked.setdefault(lane, []).extend(chunks)
         elif data.draw(st.integers(0, 4)) == 0:
-            schedule.give_up(lane)
+            schedule.take_back(lane)
             del asked[lane]
         else:
             chunk = asked[lane].pop(0)
