@@ -222,13 +222,13 @@ class Leases(Generic[HeldT]):
         for lease in list(self._open.values()):
             lease.connections.discard(connection)
             if not lease.connections:
-                self._end(lease, LeaseState.LOST, "its last connection was closed", now_s)
+                self._end(lease, LeaseState.LOST, "the receiver's last connection was closed", now_s)
 
     def expire(self, now_s: float) -> list[Lease[HeldT]]:
         """End the leases of readers that were silent for too long, and return them."""
         silent = [lease for lease in self._open.values() if now_s > lease.heard_s + LEASE_S]
         for lease in silent:
-            self._end(lease, LeaseState.LOST, f"it was silent for {LEASE_S:g} s", now_s)
+            self._end(lease, LeaseState.LOST, f"the receiver was silent for {LEASE_S:g} s", now_s)
         return silent
 
     def drop(self, lease: Lease[HeldT], reason: str, now_s: float) -> None:
@@ -276,7 +276,9 @@ class Leases(Generic[HeldT]):
     def why_ended(self, lease_id: str) -> str:
         """Return why a lease has ended."""
         found = next((reader for _, ended, reader in self._ended if ended == lease_id), None)
-        return "unknown lease" if found is None else f"the lease has ended: {found.reason or 'it was closed'}"
+        if found is None:
+            return "unknown lease"
+        return f"the lease has ended: {found.reason or 'the receiver reported a result'}"
 
     def readers(self, now_s: float) -> list[Reader]:
         """List the open leases and the last that ended, oldest first."""

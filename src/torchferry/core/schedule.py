@@ -20,7 +20,7 @@ REQUEST_S = 0.02
 
 RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
 """REQUEST_BYTES and REQUEST_S of a receiver that reshares; twice `connect_s` is added to the time. They are
-small, because what a stopped receiver has requested still occupies the link of the peer that sends it."""
+small, because a peer keeps sending what a stopped receiver has requested."""
 
 OVERDUE_S = 1.0
 """How long a chunk may be late before another source is asked for it."""
@@ -30,7 +30,7 @@ PEER_S = 0.03
 receivers that take chunks from this one wait too. Leaving a live peer by mistake costs little."""
 
 PEER_BACKOFF_S = 10.0
-"""The first delay of a peer that was alive but too slow, if it has none yet: the next one is better."""
+"""How long a peer that was alive but too slow is not asked, the first time. Another peer is faster."""
 
 _SLOW = 4
 """A chunk is late if it takes this many times as long as chunks usually take."""
@@ -213,7 +213,9 @@ class Schedule:
         return min(asked.heard_s + _max_silence_s(asked), asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:
-        """Return when a lane delays the end; inf for a peer, without other lanes, or with chunks to request.
+        """Return when a lane is overdue that holds up the end.
+
+        inf for a peer, if no other lane has delivered a chunk, or while there are chunks to request.
 
         It has OVERDUE_S, and _SLOW times as long as the fastest other lane would need for its chunks.
         """

@@ -68,6 +68,7 @@ class Caller:
             with self._sources.changed:
                 self._sources.changed.notify_all()
 
+        began_s = time.monotonic()
         thread = self._sources.start(run)
         try:
             self.wait(lambda: bool(results or errors), until_s)
@@ -79,7 +80,7 @@ class Caller:
         if errors:
             raise errors.pop()  # a reference to it here would be a cycle
         if not results:
-            raise LinkTimeout("this step took longer than its time limit")
+            raise LinkTimeout(f"this took longer than {until_s - began_s:.3g} s: {self.phase}")
         return results[0]
 
     def wait(self, is_done: Callable[[], bool], until_s: float) -> float:

@@ -267,7 +267,7 @@ class _Fetch(Phases):
                     # Both sides must plan with the chunk sizes of this source.
                     return source.grant or grant, encoded, digests
                 except LinkTimeout as error:
-                    source.shut_down_readers(TOO_SLOW)
+                    source.shut_down_readers(f"{TOO_SLOW}: no metadata within {patience_s:.2g} s")
                     sources.set_back(source)
                     source.report.failures.append(error.what)
                 except (LinkError, PeerError) as error:

@@ -49,9 +49,9 @@ class Landing:
         return view(buffer)
 
     def write(self, chunks: Sequence[Chunk]) -> None:
-        """Write chunks that are not in their place already. They have landed then.
+        """Accept chunks that were received, and verified unless verify=False. They have landed then.
 
-        They were received, and verified unless verify=False. With `atomic`, `apply` writes them later.
+        Staged chunks are copied to their places, or with `atomic` kept for `apply`.
         """
         staged = {chunk.number: self._staged.pop(chunk.number, None) for chunk in chunks}
         with self._lock:

@@ -92,13 +92,12 @@ class Receiving:
         self._landing = landing
         self._deadline_s = deadline_s
         self._in_order = in_order
-        # How often to call `check`. A silent peer must be replaced soon, because receivers wait for this one.
+        # How often to call `check`. A silent peer must be replaced soon: other receivers wait for this one.
         self.look_s = PEER_S / 4 if in_order else EVENT_S
         sizes = [chunk.nbytes for chunk in plan.chunks]
         self._schedule = Schedule(sizes, needed)
         if in_order:
-            round_trip_s = max(source.connect_s for source in sources.all)
-            request_s = RESHARE_REQUEST_S + 2 * round_trip_s
+            request_s = RESHARE_REQUEST_S + 2 * max(source.connect_s for source in sources.all)
             self._schedule = Schedule(sizes, needed, RESHARE_REQUEST_BYTES, request_s)
         self._lanes: list[_Lane] = []
         self._preferred: list[RemoteSource] = []  # the lanes of other sources pause
@@ -162,7 +161,7 @@ class Receiving:
     def _end_overdue(self) -> None:
         """End connections whose next chunk is overdue, if another source can deliver it.
 
-        Sources that are in backoff, overdue themselves or still being connected to can't.
+        A source that is in backoff, overdue itself or still connecting can't.
         """
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
@@ -175,9 +174,11 @@ class Receiving:
             for number in overdue:
                 lane, connection = self._lanes[number], connections[number]
                 if connection is not None and able:
-                    is_slow_peer = lane.source.is_peer and not self._schedule.is_silent(number, now_s)
-                    lane.backoff_s = PEER_BACKOFF_S if is_slow_peer else OVERDUE_S
-                    connection.shut_down(TOO_SLOW)
+                    is_silent = self._schedule.is_silent(number, now_s)
+                    lane.backoff_s = PEER_BACKOFF_S if lane.source.is_peer and not is_silent else OVERDUE_S
+                    silent_s = now_s - connection.heard_s
+                    why = f"no bytes for {silent_s:.2g} s" if is_silent else "a chunk took too long"
+                    connection.shut_down(f"{TOO_SLOW}: {why}")
 
     def _note_activity(self, connections: Sequence[HttpConnection | None], now_s: float) -> None:
         """Note when each lane last received bytes. Ask peers that are silent whether they are alive."""
@@ -186,7 +187,7 @@ class Receiving:
                 heard_s, source = connection.heard_s, lane.source
                 self._heard_s = max(self._heard_s, heard_s)
                 if source.is_peer:
-                    # It may be waiting for its own source. If it is stopped, it does not answer.
+                    # A peer may be waiting for its own source. One that is stopped does not answer.
                     heard_s = max(heard_s, source.answered_s)
                     if now_s > heard_s + PEER_S / 2 and self._schedule.is_asked(lane.number):
                         source.ask_if_alive()
@@ -231,8 +232,8 @@ class Receiving:
     def _next_range(self, lane: _Lane) -> range | None:
         """Connect if necessary, and return the next chunks to request; None if there are none now.
 
-        If the lane then has no range to read either, it is not needed any more. It connects before it takes
-        chunks, because connecting may take until the deadline.
+        If this is None and no range is outstanding, the lane ends. It connects before it takes chunks,
+        because connecting may take until the deadline.
         Raises LinkError if the source can't be reached.
         """
         while self._may_ask(lane) and self._wait_until_needed(lane):

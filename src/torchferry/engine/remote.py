@@ -44,7 +44,7 @@ _LEAVE_S = 1.0
 MAX_LANES = 2
 """How many connections read chunks from a single source at most."""
 
-TOO_SLOW = "the source was too slow, so the connection was closed"
+TOO_SLOW = "the source was too slow, so its connection was closed"
 
 
 class LeaseEnded(LinkBroken):

@@ -79,13 +79,14 @@ class Sources:
         end_at_exit(self)
 
     def start(self, work: Callable[..., object], *args: object) -> threading.Thread:
-        """Run `work` in a thread of this fetch; raises StateError if there is no memory for a thread."""
+        """Run `work` in a thread of this fetch; raises StateError if no thread can be started."""
         name = f"torchferry {self._name}: {len(self._threads) + 1}"
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            raise StateError(f"no memory for a thread: {error}") from None
+            limits = "check the limits of processes (ulimit -u, the pids cgroup) and of memory"
+            raise StateError(f"a thread can't be started: {error}; {limits}") from None
         self._threads.append(thread)
         return thread
 
@@ -182,10 +183,10 @@ class Sources:
 
         Also asks the next peers for leases, so that there are always _PEERS.
 
-        Each receiver takes chunks from one peer, so a peer sends as much as it receives. If each took chunks
-        from several, peers at the start of the chain would send more. The list is empty while the best peer
-        may still answer, for PEER_S and four round trips after the first was asked. If a peer was too slow,
-        and none has delivered a chunk a second after the first was asked, the given sources are asked too.
+        A receiver takes chunks from one peer, so each peer sends about as much as it receives. The list is
+        empty while the best peer may still grant a lease: PEER_S and four times `connect_s` after the first
+        peer was asked. If a peer was too slow, and none has delivered a chunk OVERDUE_S after the first was
+        asked, the given sources are asked too.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:

@@ -26,8 +26,8 @@ from torchferry.links.ring import Ring, address_of, map_ring
 from torchferry.links.shared_memory import close_all, close_memfds, sealed_bytes
 
 _BATCH_BYTES, _BATCH_S = 512 << 10, 0.005
-"""Over TCP, a thread that waits for bytes of a body wakes up when so many have arrived, or after a moment.
-Waking up for every few packets takes more time than copying them."""
+"""Over TCP, a thread that reads a body wakes up when _BATCH_BYTES have arrived, or after _BATCH_S. Waking up
+for every few packets takes more time than copying them."""
 
 
 class MemoryUnusable(LinkBroken):
@@ -204,7 +204,7 @@ class HttpConnection:
         with self._using_memory() as descriptor:
             held = sealed_bytes(descriptor)
             if offset + nbytes > held:
-                raise OSError(f"the source's memory has {held} bytes, not {offset + nbytes}")
+                raise OSError(f"the chunks end at byte {offset + nbytes}, but the source's memory has {held}")
             self._offset = offset
 
     @contextmanager
@@ -332,7 +332,7 @@ class HttpConnection:
     def _translated(self, error: Exception) -> LinkBroken | LinkTimeout:
         peer = str(self.address)
         if isinstance(error, TimeoutError):
-            return LinkTimeout("the source did not answer in time", peer=peer)
+            return LinkTimeout(f"the source sent nothing for {self._sock.gettimeout() or 0:.3g} s", peer=peer)
         if self._shut_down_reason:
             return LinkBroken(self._shut_down_reason, peer=peer)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

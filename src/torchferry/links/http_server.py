@@ -46,7 +46,7 @@ IDLE_S = 600.0
 SEND_S = 60.0
 """How long a connection with the token may wait to send more of an answer, or to read more of a request."""
 MAX_CONNECTIONS = 1024
-"""The most connections with the token of a handler."""
+"""The most connections for each handler."""
 _MAX_RINGS = 8
 """The most connections of local clients that have a ring, of 4 MiB each. Others get bytes over the socket."""
 LAST_ANSWERS_S = 0.5
@@ -72,14 +72,14 @@ class Request:
 class Response:
     """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
 
-    If `buffers` yields less, the connection is closed. With `buffers` and `memory`, the same bytes are in
-    `memory` from `offset` on. How the body is sent:
+    If `buffers` yields fewer than `nbytes`, the connection is closed. With `buffers` and `memory`, the same
+    bytes are in `memory` from `offset` on. How the body is sent (–: the handler does not do that):
 
-    | given             | TCP          | TLS     | Unix socket                       |
-    | `body`            | bytes        | bytes   | bytes                             |
-    | `body`, `memory`  |              |         | bytes, with the descriptor        |
-    | `buffers`         | bytes        | bytes   | through a ring, if one is free    |
-    | both              | sendfile     | bytes   |                                   |
+    | given               | TCP          | TLS     | Unix socket                       |
+    | `body`              | bytes        | bytes   | bytes                             |
+    | `body`, `memory`    | –            | –       | bytes, with the descriptor        |
+    | `buffers`           | bytes        | bytes   | through a ring, if one is free    |
+    | `buffers`, `memory` | sendfile     | bytes   | –                                 |
     """
 
     status: int
@@ -326,7 +326,8 @@ class HttpServer:
                             self._accept(key.fileobj)  # type: ignore[arg-type]
                     except Exception as error:
                         # There is no memory for a thread or a buffer, for example. Later there may be.
-                        logger.warning("a connection is closed, because it can't be served: %s", error)
+                        client = "a new client" if key.data is None else key.data.peer
+                        logger.warning("the connection of %s can't be served: %s", client, error)
                         if key.data is not None:
                             self._reject(key.data)
         finally:

@@ -103,9 +103,11 @@ class SharedBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Such memory may outlive this process. If it ran out, the OOM killer might end others first.
-        if nbytes > _available_bytes():
-            raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are not available")
+        # Such memory may outlive this process, so the OOM killer might kill other processes first.
+        if nbytes > (available := _available_bytes()):
+            raise OSError(
+                errno.ENOMEM, f"{nbytes} bytes of shared memory are needed, {available} are available"
+            )
         self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
         self._close.atexit = False
@@ -113,7 +115,7 @@ class SharedBlock:
         os.ftruncate(self.descriptor, nbytes)
         mapping = Mapping(self.descriptor, nbytes, writable=True)
         _use_huge_pages(self.descriptor, mapping)
-        # Without this, a lack of memory would end the process when it first writes.
+        # Without this, a lack of memory would end the process with SIGBUS when it first writes.
         os.posix_fallocate(self.descriptor, 0, nbytes)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEALS)
         self.address, self.nbytes = mapping.address, nbytes

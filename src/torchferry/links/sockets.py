@@ -12,7 +12,7 @@ _UCRED = struct.Struct("3i")  # process, user, group
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options of a connection: send at once, notice a dead peer, and do not pace."""
+    """Set the options of a connection: send at once, notice a dead peer, and use CUBIC instead of BBR."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

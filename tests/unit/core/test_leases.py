@@ -211,7 +211,7 @@ def test_a_lease_ends_with_its_last_connection() -> None:
     assert lease.machine.state is LeaseState.LOST
     assert other.is_open
     assert leases.find("a", 4, 3.0) is None
-    assert leases.why_ended("a") == "the lease has ended: its last connection was closed"
+    assert leases.why_ended("a") == "the lease has ended: the receiver's last connection was closed"
 
 
 @pytest.mark.parametrize("sign", ["request", "bytes"])
@@ -227,7 +227,7 @@ def test_a_silent_lease_expires_and_every_sign_of_its_reader_delays_that(sign: s
     assert leases.expire(110.1 + LEASE_S) == [lease]
     assert lease.machine.state is LeaseState.LOST
     assert leases.expire(1e9) == []
-    assert leases.why_ended("a") == "the lease has ended: it was silent for 30 s"
+    assert leases.why_ended("a") == "the lease has ended: the receiver was silent for 30 s"
 
 
 @pytest.mark.parametrize("outcome", ["confirmed", "refused", "failed"])
@@ -269,7 +269,7 @@ def test_status_keeps_the_last_entries_only() -> None:
     assert len(readers) == MAX_ENTRIES + 1
     assert (readers[0].receiver, readers[-1].receiver) == ("reader 5", "the last")
     assert leases.why_ended("0") == "unknown lease"
-    assert leases.why_ended("6") == "the lease has ended: it was closed"
+    assert leases.why_ended("6") == "the lease has ended: the receiver reported a result"
 
 
 def test_the_name_of_a_receiver_is_shown_on_one_line() -> None:

@@ -145,7 +145,7 @@ def test_memory_that_is_not_available_is_not_asked_for(monkeypatch: pytest.Monke
     # A small size, so that the test does no harm if the check is lost.
     monkeypatch.setattr(shared_memory, "_available_bytes", lambda: (1 << 20) - 1)
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(OSError, match="1048576 bytes of shared memory are not available"):
+    with pytest.raises(OSError, match="1048576 bytes of shared memory are needed, 1048575 are available"):
         SharedBlock(1 << 20)
 
 
