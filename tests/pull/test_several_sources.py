@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+import torchferry
 from tests.faults.controller import wait_until_stopped
 from tests.support.proxy import BlackHole, Exchange, Proxy
 from tests.support.pull import (
@@ -26,6 +28,7 @@ from tests.support.pull import (
 )
 from tests.support.solo import Solo, Solos
 from torchferry.core.report import FetchReport, SourceReport
+from torchferry.engine import receiving
 from torchferry.errors import LinkStalled, LinkTimeout, SourcesLost, TornAndBroken, TornAndLate
 from torchferry.links.address import parse_address
 
@@ -237,7 +240,7 @@ def test_a_trickling_manifest_does_not_outlast_the_deadline(proxies: list[Proxy]
 def test_a_source_that_can_not_be_connected_to_any_more_keeps_no_chunks(
     proxies: list[Proxy], receiver: Solo
 ) -> None:
-    # Its host is gone: it granted a lease, and then takes no connection any more.
+    # It granted a lease, and then takes no more connections. The one that it has still works.
     def vanish(exchange: Exchange) -> None:
         proxies[0].vanish()
         exchange.relay()
@@ -246,7 +249,7 @@ def test_a_source_that_can_not_be_connected_to_any_more_keeps_no_chunks(
     result = fetched(receiver, list(reversed(proxies)))
     gone, living = by_source(result, proxies)
     assert (gone.bytes, living.bytes) == (0, TOTAL_BYTES)
-    assert not report_of(result).confirmed
+    assert report_of(result).confirmed
     assert report_of(result).phases_s["receive tensors"] < 2.5
 
 
@@ -269,6 +272,46 @@ def test_the_last_source_is_given_up_only_at_a_limit(
     assert isinstance(result.cause, LinkStalled if limit == "stall_timeout" else LinkTimeout)
     assert 1.3 <= result.seconds < 1.3 + 0.5
     assert result.left == ""
+
+
+def test_sources_in_backoff_are_asked_at_once_when_no_other_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two sources stall. When both are in backoff, for longer than the test, the third is lost.
+    monkeypatch.setattr(receiving, "OVERDUE_S", 60.0)
+    closed = [threading.Event(), threading.Event()]
+
+    def stall(exchange: Exchange, closes: threading.Event) -> None:
+        relay_half_a_chunk(exchange)
+        try:
+            exchange.hold()
+        finally:
+            closes.set()
+
+    state = {"w": torch.arange(4 * MIB)}
+    lost_s: list[float] = []
+    with torchferry.serve(state, 1) as source, contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(source.address)) for _ in range(3)]
+        for proxy, closes in zip(proxies, closed, strict=False):
+            proxy.on_exchange = Once(is_for_chunks, partial(stall, closes=closes))
+
+        def serve_until_both_are_left(exchange: Exchange) -> None:
+            if not is_for_chunks(exchange):
+                exchange.relay()
+                return
+            # Its last byte comes half a second later than those of the others.
+            closed[0].wait(0.5)
+            relay_half_a_chunk(exchange)
+            for closes in closed:
+                exchange.hold(closes)
+            lost_s.append(time.monotonic())
+            proxies[2].refuse()
+            exchange.reset()
+
+        proxies[2].on_exchange = serve_until_both_are_left
+        got = torchferry.fetch([proxy.address for proxy in proxies], via="tcp", timeout=20)
+        assert time.monotonic() - lost_s[0] < 5.0
+    assert torch.equal(got.state["w"], state["w"])
+    left = [got.report.sources[proxy.peer] for proxy in proxies[:2]]
+    assert all(len(each.failures) == 1 and each.chunks > 0 for each in left)
 
 
 def test_a_refused_connection_is_not_tried_again(proxies: list[Proxy], receiver: Solo, solos: Solos) -> None:

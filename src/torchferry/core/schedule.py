@@ -97,7 +97,7 @@ class Schedule:
     >>> schedule = Schedule([4, 4, 4], needed=[0, 2])
     >>> schedule.take(lane=7, lanes=1, now_s=0.0), schedule.take(lane=8, lanes=1, now_s=0.0)
     (range(0, 1), range(2, 3))
-    >>> schedule.landed(7, 0, now_s=0.5), schedule.take_back(8), schedule.take(7, lanes=1, now_s=0.5)
+    >>> schedule.landed(7, [0], now_s=0.5), schedule.take_back(8), schedule.take(7, lanes=1, now_s=0.5)
     (None, None, range(2, 3))
     """
 
@@ -158,9 +158,14 @@ class Schedule:
         asked.asked_s, asked.queued = now_s, len(asked.chunks)
         return range(run.start, end)
 
-    def heard(self, lane: int, heard_s: float) -> None:
-        """Note when a lane last received some bytes, or another receiver showed that it is alive."""
+    def heard(self, lane: int, heard_s: float, alive_asked_s: float = 0.0) -> None:
+        """Note when a lane last received some bytes, or another receiver showed that it is alive.
+
+        `alive_asked_s` is when the other receiver was asked whether it is alive. It has PEER_S / 2 to answer,
+        also if it was asked late.
+        """
         if lane in self._asked:
+            heard_s = max(heard_s, alive_asked_s - PEER_S / 2)
             self._asked[lane].heard_s = max(self._asked[lane].heard_s, heard_s)
 
     def skip(self, lost_s: float, now_s: float) -> None:
@@ -171,14 +176,15 @@ class Schedule:
             asked.heard_s = min(asked.heard_s + lost_s, now_s)
             asked.asked_s = min(asked.asked_s + lost_s, now_s)
 
-    def landed(self, lane: int, chunk: int, now_s: float) -> None:
-        """Note that a lane delivered its next chunk, verified and written."""
+    def landed(self, lane: int, chunks: Sequence[int], now_s: float) -> None:
+        """Note that a lane delivered its next chunks, one or several at once."""
         asked = self._asked[lane]
-        assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which it requested them"
-        asked.chunks.popleft()
-        took_s = now_s - asked.began_s
-        self._chunk_s = _average(self._chunk_s, took_s)
-        self._lane_s[lane] = _average(self._lane_s.get(lane), took_s)
+        took_s = (now_s - asked.began_s) / len(chunks)
+        for chunk in chunks:
+            assert asked.chunks[0] == chunk, "a lane delivers chunks in the order in which it requested them"
+            asked.chunks.popleft()
+            self._chunk_s = _average(self._chunk_s, took_s)
+            self._lane_s[lane] = _average(self._lane_s.get(lane), took_s)
         asked.began_s = asked.heard_s = now_s
         if not asked.chunks:
             del self._asked[lane]

@@ -261,7 +261,8 @@ class _Fetch(Phases):
                 try:
                     until_s = time.monotonic() + patience_s
                     silent_s = min(patience_s, stall_s or inf)
-                    manifest, digests = self._caller.run(source.metadata, silent_s, until_s=until_s)
+                    is_only = len(sources.all) == 1
+                    manifest, digests = self._caller.run(source.metadata, silent_s, is_only, until_s=until_s)
                     encoded = self._caller.run(metadata.decode_manifest, manifest, self._workspace.cache)
                     sources.is_final = True
                     # Both sides must plan with the chunk sizes of this source.

@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -191,12 +190,34 @@ def _map_in_threads(work: Callable[[Chunk], int], chunks: Sequence[Chunk], threa
     if min(threads, len(os.sched_getaffinity(0))) < 2:
         return [*map(work, chunks)]
     half = len(chunks) // 2
-    with ThreadPoolExecutor(1, "torchferry-publish") as pool:
+    others: list[int] = []
+    errors: list[BaseException] = []
+    is_cancelled = False
+
+    def work_on_others() -> None:
         try:
-            others = pool.submit(lambda: [*map(work, chunks[half:])])
-        except RuntimeError:  # there is no memory for a thread, or the interpreter ends
-            return [*map(work, chunks)]
-        return [*map(work, chunks[:half]), *others.result()]
+            for chunk in chunks[half:]:
+                if is_cancelled:
+                    return
+                others.append(work(chunk))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work_on_others, name="torchferry-publish", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # a thread can't be started
+        return [*map(work, chunks)]
+    try:
+        found = [*map(work, chunks[:half])]
+        thread.join()
+    except BaseException:
+        is_cancelled = True
+        thread.join()
+        raise
+    if errors:
+        raise errors.pop()  # a reference to it here would be a cycle
+    return found + others
 
 
 def digest_leaves(described: Description, workspace: Workspace) -> list[bytes]:

@@ -191,7 +191,7 @@ class Receiving:
                     heard_s = max(heard_s, source.answered_s)
                     if now_s > heard_s + PEER_S / 2 and self._schedule.is_asked(lane.number):
                         source.ask_if_alive()
-                self._schedule.heard(lane.number, heard_s)
+                self._schedule.heard(lane.number, heard_s, source.asked_s)
 
     def stop(self) -> None:
         """End all lanes, so that nothing is written any more."""
@@ -261,9 +261,12 @@ class Receiving:
         schedule, source = self._schedule, lane.source
         with self._changed:
             while not self._sources.is_over and source.serves and not schedule.is_done:
-                is_last = len(self._sources.serving()) <= 1
-                is_paused = source not in self._preferred or source.backoff.is_active(time.monotonic())
-                if schedule.has_more and (is_last or not is_paused):
+                now_s = time.monotonic()
+                is_paused = source not in self._preferred or source.backoff.is_active(now_s)
+                # If all other sources are in backoff too, waiting gains nothing.
+                others = [each for each in self._sources.serving() if each is not source]
+                has_others = any(not each.backoff.is_active(now_s) for each in others)
+                if schedule.has_more and not (is_paused and has_others):
                     return True
                 if lane.outstanding:
                     return False
@@ -289,7 +292,6 @@ class Receiving:
     def _receive_group(self, lane: _Lane, connection: HttpConnection, group: Sequence[Chunk]) -> None:
         """Receive some chunks at once, and verify each. Those before a damaged one count as received."""
         self._raise_if_over()
-        began_s = time.monotonic()
         views = [self._landing.open(chunk) for chunk in group]
         connection.read_into(*views)
         whole: list[Chunk] = []
@@ -301,9 +303,7 @@ class Receiving:
         if whole:
             self._landing.write(whole)
             with self._changed:
-                chunk_s = (time.monotonic() - began_s) / len(whole)
-                for count, chunk in enumerate(whole, 1):
-                    self._schedule.landed(lane.number, chunk.number, began_s + count * chunk_s)
+                self._schedule.landed(lane.number, [chunk.number for chunk in whole], time.monotonic())
                 self._count(lane, whole)
         if len(whole) < len(group):
             damaged = group[len(whole)].number

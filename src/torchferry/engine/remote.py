@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import msgpack, structs
@@ -63,17 +64,32 @@ _ERRORS: dict[int, type[FerryError]] = {
 """The error for each status that a source sends with a reason."""
 
 
+@dataclass
+class _Control:
+    """The connection that opened a lease. If a request failed, it `is_spoilt`: an answer may be late."""
+
+    connection: HttpConnection
+    is_used: bool = False
+    is_spoilt: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can take a request. After a long silence, a firewall may have forgotten it."""
+        is_recent = time.monotonic() < self.connection.heard_s + pull.ALIVE_S
+        return is_recent and not self.is_used and not self.is_spoilt
+
+
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
-    `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, and
-    `answered_s` when it last answered whether it is alive. `connect_s` is how long connecting took.
-    `listen_at(host)` listens for peers that fetch from this process, and returns the port; `host` is this
-    process's own address, as seen from the source. `open` keeps host and port in `own_address`. `heard_s` is
-    when bytes of metadata last arrived.
+    `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, `asked_s`
+    when it was asked whether it is alive, and `answered_s` when it last answered that. `connect_s` is how
+    long connecting took. `listen_at(host)` listens for peers that fetch from this process, and returns the
+    port; `host` is this process's own address, as seen from the source. `open` keeps host and port in
+    `own_address`. `heard_s` is when bytes of metadata last arrived.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
-    connection that breaks.
+    connection that breaks. It also takes the requests that are not for chunks, if no other thread uses it.
 
     Requests raise LinkError if the connection fails, is too slow or its token is wrong, LeaseEnded if `renew`
     may help, and PeerError if the answer can't be used or is an error.
@@ -91,7 +107,7 @@ class RemoteSource:
     ) -> None:
         self.is_peer = is_peer
         self.peer_s = PEER_S if is_peer else None
-        self.answered_s = 0.0
+        self.asked_s = self.answered_s = 0.0
         self.connect_s = 0.0
         self._listen_at = listen_at
         self.own_address: tuple[str, int] | None = None
@@ -108,7 +124,7 @@ class RemoteSource:
         self._via = via
         self._lock = threading.Lock()
         self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
-        self._control: HttpConnection | None = None
+        self._control: _Control | None = None
         self._renewing = threading.Lock()
         self._is_over = False
         self._wake = threading.Event()  # wakes `keep_alive`
@@ -179,7 +195,7 @@ class RemoteSource:
         """End all connections but the one that opened the lease."""
         with self._lock:
             for connection in self._connections:
-                if connection is not self._control:
+                if self._control is None or connection is not self._control.connection:
                     connection.shut_down(reason)
 
     def shut_down(self) -> None:
@@ -189,8 +205,8 @@ class RemoteSource:
             self._wake.set()
             for connection in self._connections:
                 connection.shut_down()
-            if self._control is not None:
-                self._control.close()  # no thread uses it once the lease is open
+            if self._control is not None and not self._control.is_used:
+                self._control.connection.close()
 
     # Requests.
 
@@ -215,7 +231,8 @@ class RemoteSource:
                         raise PeerError(f"the source granted version {grant.version}, not {wanted}")
                     with self._lock:
                         if not self._is_over:
-                            unneeded, self._control = self._control, control
+                            earlier, self._control = self._control, _Control(control)
+                            unneeded = None if earlier is None or earlier.is_used else earlier.connection
                     if self.is_peer:
                         # On a long link, an answer takes longer.
                         self.peer_s = PEER_S + 2 * self.connect_s
@@ -239,13 +256,15 @@ class RemoteSource:
                 raise PeerError(reason)
             self.grant = grant
 
-    def metadata(self, silent_s: float) -> tuple[bytes, tuple[int, ...]]:
-        """Read the manifest and the digests of all chunks; raises LinkTimeout after `silent_s` of silence."""
+    def metadata(self, silent_s: float, reuse: bool) -> tuple[bytes, tuple[int, ...]]:
+        """Read the manifest and the digests of all chunks; raises LinkTimeout after `silent_s` of silence.
+
+        Without `reuse`, they are read on a connection of their own, so that `shut_down_readers` ends that.
+        """
         grant = self.grant
         assert grant is not None, "the source granted a lease"
         limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
-        # On its own connection: after a timeout, a late answer must not be read as that to the next request.
-        with self._connected(silent_s) as connection:
+        with self._connected(silent_s, reuse=reuse) as connection:
             try:
                 for what in limits:
                     self._send(connection, "GET", self._path(what), silent_s)
@@ -309,7 +328,12 @@ class RemoteSource:
         self._post(f"damaged/{chunk}-{chunk + 1}", timeout_s)
 
     def ask_if_alive(self) -> None:
-        """Let the thread in `keep_alive` send a request now. If the source answers, `answered_s` is set."""
+        """Let the thread in `keep_alive` send a request now. If the source answers, `answered_s` is set.
+
+        `asked_s` is when this was called first since the last answer.
+        """
+        if self.asked_s <= self.answered_s:
+            self.asked_s = time.monotonic()
         self._wake.set()
 
     def keep_alive(self) -> None:
@@ -354,12 +378,24 @@ class RemoteSource:
             self._ask(connection, "POST", self._path(what), timeout_s, body)
 
     @contextmanager
-    def _connected(self, timeout_s: float) -> Iterator[HttpConnection]:
-        connection = self.connect(timeout_s)
+    def _connected(self, timeout_s: float, *, reuse: bool = True) -> Iterator[HttpConnection]:
+        """Yield a connection for requests: the one that opened the lease, with `reuse` and if it is free."""
+        with self._lock:
+            control = self._control if reuse and self._control is not None and self._control.is_free else None
+            if control is not None:
+                control.is_used = True
+        used = control or _Control(self.connect(timeout_s), is_used=True)
         try:
-            yield connection
+            yield used.connection
+        except BaseException:
+            used.is_spoilt = True
+            raise
         finally:
-            self.close(connection)
+            with self._lock:
+                used.is_used = False
+                is_unneeded = used is not self._control or self._is_over
+            if is_unneeded:
+                self.close(used.connection)
 
     def _path(self, what: str) -> str:
         assert self.grant is not None, "only a source that granted a lease is asked"

@@ -53,9 +53,9 @@ def test_a_lane_may_be_asked_ahead_and_delivers_in_order() -> None:
     assert schedule.take(0, 2, 0.0) == range(4)
     assert schedule.take(0, 2, 0.0) == range(4, 7)
     with pytest.raises(AssertionError, match="in the order"):
-        schedule.landed(0, 1, 0.0)
+        schedule.landed(0, [1], 0.0)
     for chunk in range(7):
-        schedule.landed(0, chunk, 0.0)
+        schedule.landed(0, [chunk], 0.0)
     assert schedule.take(0, 2, 0.0) == range(7, 10)
 
 
@@ -63,7 +63,7 @@ def test_what_a_lane_was_asked_for_ahead_is_needed_again_if_it_is_given_up() -> 
     schedule = Schedule([1] * 32, range(32))
     assert schedule.take(0, 2, 0.0) == range(4)
     assert schedule.take(0, 2, 0.0) == range(4, 7)
-    schedule.landed(0, 0, 0.0)
+    schedule.landed(0, [0], 0.0)
     schedule.take_back(0)
     assert schedule.take(1, 2, 0.0) == range(1, 4), "an eighth of the 31 chunks that are left"
 
@@ -71,7 +71,7 @@ def test_what_a_lane_was_asked_for_ahead_is_needed_again_if_it_is_given_up() -> 
 def test_a_receiver_that_reshares_asks_only_for_what_arrives_soon() -> None:
     schedule = Schedule([MIB] * 100, range(100), RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S)
     assert schedule.take(0, 1, 0.0) == range(2), "it is not known how fast the lane is"
-    schedule.landed(0, 0, RESHARE_REQUEST_S / 3)
+    schedule.landed(0, [0], RESHARE_REQUEST_S / 3)
     assert len(schedule.take(0, 1, 0.0)) == 3
 
 
@@ -89,9 +89,9 @@ def test_time_in_which_this_process_did_not_run_does_not_count() -> None:
 def test_a_chunk_that_landed_since_this_process_continued_does_not_begin_in_the_future() -> None:
     schedule = Schedule([MIB] * 8, range(8))
     schedule.take(0, 1, 0.0)
-    schedule.landed(0, 0, 10.0)
+    schedule.landed(0, [0], 10.0)
     schedule.skip(9.0, 10.5)
-    schedule.landed(0, 1, 10.6)
+    schedule.landed(0, [1], 10.6)
     assert schedule.overdue(11.6) == [0], "it was heard from at 10.6"
     assert schedule.overdue(11.5) == []
 
@@ -110,16 +110,16 @@ def test_a_fast_lane_asks_for_as_much_as_it_delivers_in_a_moment() -> None:
     schedule = Schedule([MIB] * 1000, range(1000))
     assert schedule.take(0, 1, 0.0) == range(8)
     for chunk in range(8):
-        schedule.landed(0, chunk, REQUEST_S * (chunk + 1) / 32)
+        schedule.landed(0, [chunk], REQUEST_S * (chunk + 1) / 32)
     assert len(schedule.take(0, 1, 1.0)) == 32
-    schedule.landed(0, 8, 1.0 + REQUEST_S)
+    schedule.landed(0, [8], 1.0 + REQUEST_S)
     assert len(schedule.take(1, 1, 1.0)) == 8, "it has become slower"
 
 
 def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
     schedule = Schedule([1] * 64, range(64))
     assert schedule.take(0, 2, 0.0) == range(8)
-    schedule.landed(0, 0, 0.0)
+    schedule.landed(0, [0], 0.0)
     schedule.take_back(0)
     assert not schedule.is_done
     assert schedule.take(1, 1, 0.0).start == 1
@@ -130,7 +130,7 @@ def test_a_lane_that_was_given_up_can_not_deliver() -> None:
     schedule.take(0, 1, 0.0)
     schedule.take_back(0)
     with pytest.raises(KeyError):
-        schedule.landed(0, 0, 0.0)
+        schedule.landed(0, [0], 0.0)
 
 
 def test_a_silent_lane_is_overdue_after_a_second() -> None:
@@ -148,7 +148,7 @@ def test_a_silent_lane_is_overdue_after_a_second() -> None:
 def test_a_lane_that_is_never_silent_but_far_slower_than_usual_is_overdue() -> None:
     schedule = Schedule([1] * 8, range(8))
     schedule.take(0, 1, 0.0)
-    schedule.landed(0, 0, 0.1)
+    schedule.landed(0, [0], 0.1)
     for tenth in range(2, 15):
         schedule.heard(0, tenth / 10)
         assert schedule.overdue(tenth / 10) == []
@@ -160,14 +160,14 @@ def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
     schedule = Schedule([1 << 20] * 16, range(16))
     assert schedule.take(0, 2, 0.0) == range(2)
     for chunk in range(2):
-        schedule.landed(0, chunk, 0.01 * (chunk + 1))
+        schedule.landed(0, [chunk], 0.01 * (chunk + 1))
     while schedule.has_more:
         schedule.take(1, 1, 0.1)
     # It is far slower than the other lane, but never silent, and no chunk takes 1 s.
     for number, chunk in enumerate(range(2, 16)):
         if schedule.overdue(0.5 * number):
             break
-        schedule.landed(1, chunk, 0.5 * number)
+        schedule.landed(1, [chunk], 0.5 * number)
     assert 1.0 < 0.5 * number <= 2.0, "14 chunks take the other lane 0.14 s, and four times that is allowed"
 
 
@@ -175,12 +175,12 @@ def test_a_lane_that_is_as_fast_as_the_others_does_not_hold_up_the_end() -> None
     schedule = Schedule([1 << 20] * 16, range(16))
     schedule.take(0, 2, 0.0)
     for chunk in range(2):
-        schedule.landed(0, chunk, 0.5 * (chunk + 1))
+        schedule.landed(0, [chunk], 0.5 * (chunk + 1))
     while schedule.has_more:
         schedule.take(1, 1, 0.0)
     for number, chunk in enumerate(range(2, 16), 1):
         assert schedule.overdue(0.5 * number) == []
-        schedule.landed(1, chunk, 0.5 * number)
+        schedule.landed(1, [chunk], 0.5 * number)
     assert schedule.is_done
 
 
@@ -204,7 +204,7 @@ def test_another_receiver_that_trickles_from_the_start_is_overdue_after_a_second
 def test_another_receiver_that_delivers_may_be_silent_only_for_a_moment() -> None:
     schedule = Schedule([1] * 8, range(8))
     schedule.take(0, 1, 0.0, peer_s=0.3)
-    schedule.landed(0, 0, 0.01)
+    schedule.landed(0, [0], 0.01)
     assert schedule.overdue(0.30) == []
     assert schedule.overdue(0.32) == [0]
 
@@ -219,7 +219,7 @@ def test_another_receiver_that_sends_nothing_at_all_is_overdue_after_a_moment() 
 def test_another_receiver_that_is_alive_may_wait_for_its_own_source() -> None:
     schedule = Schedule([1] * 16, range(16))
     schedule.take(0, 1, 0.0, peer_s=0.3)
-    schedule.landed(0, 0, 0.2)
+    schedule.landed(0, [0], 0.2)
     late_s = 0.2 + 4 * 0.2 + OVERDUE_S  # a chunk usually takes 0.2 s
     for now_s in (0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8):
         schedule.heard(0, now_s)
@@ -228,10 +228,41 @@ def test_another_receiver_that_is_alive_may_wait_for_its_own_source() -> None:
     assert schedule.overdue(late_s + 0.01) == [0]
 
 
+def test_another_receiver_that_was_asked_late_whether_it_is_alive_has_time_to_answer() -> None:
+    schedule = Schedule([1] * 4, range(4))
+    schedule.take(0, 1, 0.0, PEER_S)
+    # The calling thread was busy in `on_progress`.
+    schedule.heard(0, 0.0, alive_asked_s=0.2)
+    assert schedule.overdue(0.2 + 0.4 * PEER_S) == []
+    assert schedule.overdue(0.2 + 0.6 * PEER_S) == [0]
+    schedule.heard(0, 0.21, alive_asked_s=0.2)
+    assert schedule.overdue(0.21 + 0.9 * PEER_S) == []
+
+
+def test_chunks_that_land_at_once_share_the_time_that_they_took() -> None:
+    schedule = Schedule([1] * 16, range(16))
+    schedule.take(0, 1, 0.0)
+    schedule.landed(0, range(4), 2.0)
+    schedule.heard(0, 4.9)
+    assert schedule.overdue(4.9) == [], "0.5 s each: four times that, and one second, after 2.0"
+    assert schedule.overdue(5.0) == [0]
+
+
+def test_chunks_that_land_after_this_process_was_stopped_did_not_take_less_than_no_time() -> None:
+    schedule = Schedule([1] * 16, range(16))
+    schedule.take(0, 2, 0.0)
+    schedule.take(1, 2, 0.0)
+    # The process continues at 10.0. The calling thread runs first, then the lane that copied a group.
+    schedule.skip(10.0, 10.0)
+    schedule.landed(0, range(1), 10.0)
+    assert schedule.overdue(10.9) == []
+    assert schedule.overdue(11.0) == [0, 1]
+
+
 def test_an_idle_lane_is_never_overdue() -> None:
     schedule = Schedule([1, 1], range(2))
     schedule.take(0, 2, 0.0)
-    schedule.landed(0, 0, 0.1)
+    schedule.landed(0, [0], 0.1)
     schedule.heard(0, 0.2)
     schedule.heard(5, 0.2)
     assert schedule.overdue(100.0) == []
@@ -282,7 +313,7 @@ def test_every_needed_chunk_lands_exactly_once_whatever_lanes_do(data: st.DataOb
         else:
             chunk = asked[lane].pop(0)
             landed[chunk] += 1
-            schedule.landed(lane, chunk, now_s)
+            schedule.landed(lane, [chunk], now_s)
             if not asked[lane]:
                 del asked[lane]
         left = sum(sizes[chunk] for chunk in needed if not landed[chunk])

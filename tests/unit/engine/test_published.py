@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from typing import NoReturn
 
 import pytest
@@ -50,10 +50,10 @@ def test_a_large_state_is_published_although_no_thread_can_be_started(
 ) -> None:
     expected = publish_now(snapshot=True).root
 
-    def submit(*_: object) -> NoReturn:
+    def start(_: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(threading.Thread, "start", start)
     assert publish_now(snapshot=True).root == expected
 
 
@@ -71,3 +71,24 @@ def test_an_error_in_either_thread_is_raised(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(ChunkSource, "copy", copy)
     with pytest.raises(StateError, match="its memory was freed"):
         publish(large, 1, Workspace(CPU), SnapshotMemory(), snapshot=True)
+
+
+def test_ctrl_c_in_one_thread_stops_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    has_begun = threading.Event()
+    original = ChunkSource.copy
+
+    def copy(self: ChunkSource, chunk: Chunk, buffer: torch.Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            has_begun.wait(10)
+            raise KeyboardInterrupt
+        copied.append(chunk.number)
+        has_begun.set()
+        time.sleep(0.02)
+        original(self, chunk, buffer)
+
+    monkeypatch.setattr(ChunkSource, "copy", copy)
+    with pytest.raises(KeyboardInterrupt):
+        publish_now(snapshot=True)
+    assert 1 <= len(copied) < 8, "of about 16"
+    assert not any(thread.name.startswith("torchferry-publish") for thread in threading.enumerate())

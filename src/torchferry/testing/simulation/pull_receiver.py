@@ -326,8 +326,9 @@ class Receiver(Host):
     def _next_range(self, lane: Lane) -> Steps:
         peer, schedule = lane.peer, self.schedule
         while not self.is_over and self.failure is None and peer.serves and not schedule.is_done:
-            rests = peer.backoff.is_active(self.world.now_s) and len(self._members()) > 1
-            if not schedule.has_more or rests:
+            now_s, others = self.world.now_s, [each for each in self._members() if each is not peer]
+            has_others = any(not each.backoff.is_active(now_s) for each in others)
+            if not schedule.has_more or (has_others and peer.backoff.is_active(now_s)):
                 yield TICK_S
             elif lane.connection is None:
                 lane.connection = yield from self._connect(peer, self.deadline_s)
@@ -354,7 +355,7 @@ class Receiver(Host):
             check(self.owed.pop(chunk, None) is lane, f"chunk {chunk} landed, but is owed by another lane")
             self.landed[chunk] += 1
             self.received[chunk] = data
-            self.schedule.landed(lane.number, chunk, self.world.now_s)
+            self.schedule.landed(lane.number, [chunk], self.world.now_s)
             lane.asked_s = self.world.now_s
             lane.peer.backoff.landed(lane.number)
             lane.failures = 0
