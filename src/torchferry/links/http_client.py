@@ -82,7 +82,6 @@ class HttpConnection:
         self._sock: socket.socket
         try:
             self._connect(min(timeout_s, sockets.MAX_WAIT_S), connecting)
-            sockets.prepare(self._sock)
             if address.secure and local is None:
                 context = tls or ssl.create_default_context()
                 # The handshake comes afterwards, so that `shut_down` can end it.
@@ -115,6 +114,7 @@ class HttpConnection:
                 close_after_fork(self)
                 connecting(self)
                 self._sock.settimeout(timeout_s)
+                sockets.prepare(self._sock)
                 self._raise_if_shut_down()
                 if self._local is None:
                     self._sock.connect(where)

@@ -232,6 +232,7 @@ class HttpServer:
         self._waker, self._woken = socket.socketpair()
         for listener in listeners:
             listener.setblocking(False)
+            sockets.prepare(listener)
             self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         close_after_fork(self)
@@ -359,7 +360,6 @@ class HttpServer:
         if len(self._pending) >= MAX_PENDING:
             self._reject(next(iter(self._pending.values())))
         sock.setblocking(False)
-        sockets.prepare(sock)
         local = sock.family == socket.AF_UNIX
         if local and sockets.user_of(sock) != os.geteuid():
             sock.close()

@@ -12,12 +12,16 @@ _UCRED = struct.Struct("3i")  # process, user, group
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options of a connection: send at once, notice a dead peer, and use CUBIC instead of BBR."""
+    """Set the options of a TCP connection: send at once, notice a dead peer, and use CUBIC instead of BBR.
+
+    Call it before the socket connects. Connections that a listener accepts have the options of the listener.
+    """
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # BBR, the default of some machines, paces loopback at half its speed.
+    # BBR, the default of some machines, paces connections: on loopback, to half the speed. A connection that
+    # began with BBR is paced for ever, also if it uses CUBIC later.
     with suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
