@@ -286,15 +286,16 @@ class RemoteSource:
 
     @property
     def max_lanes(self) -> int:
-        """How many connections are worth opening: one for a ring, MAX_LANES for a snapshot in memory.
+        """How many connections are worth opening: one for a ring, MAX_LANES for a snapshot.
 
-        Over TCP, MAX_LANES if this process may use more cores: a source on this machine needs some too.
+        A live state and TLS take as much of the source's time as of this process's. So MAX_LANES are worth
+        opening only if this process may use more cores: a source on this machine needs some too.
         """
         if self.uses_ring:
             return 1
-        has_memory = self.grant is not None and self.grant.snapshot and self.grant.memory is not None
-        reads_snapshot = has_memory and "tcp" not in (self._via, self.report.via)
-        return MAX_LANES if reads_snapshot or len(os.sched_getaffinity(0)) > MAX_LANES else 1
+        is_tcp = self.grant is None or self.grant.memory is None or "tcp" in (self._via, self.report.via)
+        is_cheap = self.grant is not None and self.grant.snapshot and not (is_tcp and self.address.secure)
+        return MAX_LANES if is_cheap or len(os.sched_getaffinity(0)) > MAX_LANES else 1
 
     @property
     def max_ahead(self) -> int:

@@ -119,6 +119,30 @@ def served() -> Iterator[Running]:
 # Requests that are valid.
 
 
+def test_connections_use_cubic_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A connection that begins with BBR stays paced, also if it uses CUBIC later.
+    used: list[bytes] = []
+    connect, accept = socket.socket.connect, socket.socket.accept
+
+    def note(sock: socket.socket) -> None:
+        used.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
+
+    def noted_connect(sock: socket.socket, where: tuple[str, int]) -> None:
+        note(sock)
+        connect(sock, where)
+
+    def noted_accept(listener: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+        accepted, peer = accept(listener)
+        note(accepted)
+        return accepted, peer
+
+    monkeypatch.setattr(socket.socket, "connect", noted_connect)
+    monkeypatch.setattr(socket.socket, "accept", noted_accept)
+    with running() as served:
+        served.ask()
+    assert used == [b"cubic", b"cubic"]
+
+
 def test_requests_that_are_sent_ahead_are_answered_in_order() -> None:
     with running() as run, contextlib.closing(HttpConnection(run.address, None, 5.0)) as connection:
         for number in range(3):
