@@ -15,8 +15,9 @@ REQUEST_BYTES = 8 << 20
 """How many bytes a lane requests at once; more if they would arrive in less than REQUEST_S. A larger request
 to a slow source could delay the end of the fetch."""
 
-REQUEST_S = 0.02
-"""How long the response to a request should take at least, so that the cost of the request is negligible."""
+REQUEST_S, MIN_REQUEST_S = 0.05, 0.005
+"""How long the response to a request should take at least, so that the cost of the request is negligible; and
+the same towards the end, when several lanes request less."""
 
 RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
 """REQUEST_BYTES and REQUEST_S of a receiver that reshares; twice `connect_s` is added to the time. They are
@@ -134,18 +135,18 @@ class Schedule:
     def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
         """Return the chunks that a lane requests next, out of `lanes` lanes; empty if none is left.
 
-        Towards the end, several lanes request less, so that they finish at about the same time. Each may
-        have two ranges outstanding, so the next one is about a quarter of its share. `peer_s` is how long
-        the other side may be silent if it is another receiver.
+        Towards the end, several lanes request less, so that they finish at about the same time: each time
+        half of what is left for each. `peer_s` is how long the other side may be silent if it is another
+        receiver.
         """
         if not self._needed:
             return range(0)
         run = self._needed.popleft()
         nbytes = self._sizes[run.start]
-        fast_bytes = nbytes * self._request_s / self._chunk_s if self._chunk_s else 0
-        share = self._needed_bytes // (4 * lanes) if lanes > 1 else self._needed_bytes
-        # A share that takes less than an eighth of `request_s` is not worth a request of its own.
-        limit = max(min(max(self._request_bytes, fast_bytes), share), fast_bytes // 8)
+        bytes_per_s = nbytes / self._lane_s[lane] if self._lane_s.get(lane) else 0.0
+        share = self._needed_bytes // (2 * lanes) if lanes > 1 else self._needed_bytes
+        most = max(self._request_bytes, bytes_per_s * self._request_s)
+        limit = max(min(most, share), bytes_per_s * MIN_REQUEST_S)
         end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]
