@@ -96,9 +96,9 @@ class Schedule:
     A lane requests `request_bytes` at once, or what arrives in `request_s`, whichever is more.
 
     >>> schedule = Schedule([4, 4, 4], needed=[0, 2])
-    >>> schedule.take(lane=7, lanes=1, now_s=0.0), schedule.take(lane=8, lanes=1, now_s=0.0)
+    >>> schedule.take(lane=7, parts=1, now_s=0.0), schedule.take(lane=8, parts=1, now_s=0.0)
     (range(0, 1), range(2, 3))
-    >>> schedule.landed(7, [0], now_s=0.5), schedule.take_back(8), schedule.take(7, lanes=1, now_s=0.5)
+    >>> schedule.landed(7, [0], now_s=0.5), schedule.take_back(8), schedule.take(7, parts=1, now_s=0.5)
     (None, None, range(2, 3))
     """
 
@@ -132,21 +132,20 @@ class Schedule:
         """Return whether a lane has requested chunks that it has not delivered."""
         return lane in self._asked
 
-    def take(self, lane: int, lanes: int, now_s: float, peer_s: float | None = None) -> range:
-        """Return the chunks that a lane requests next, out of `lanes` lanes; empty if none is left.
+    def take(self, lane: int, parts: int, now_s: float, peer_s: float | None = None) -> range:
+        """Return the chunks that a lane requests next; empty if none is left.
 
-        Towards the end, several lanes request less, so that they finish at about the same time: each time
-        half of what is left for each. `peer_s` is how long the other side may be silent if it is another
-        receiver.
+        They are one of `parts` parts of what is needed, or less. With more parts than lanes, the lanes
+        request less and less, and finish at about the same time. `peer_s` is how long the other side may be
+        silent if it is another receiver.
         """
         if not self._needed:
             return range(0)
         run = self._needed.popleft()
         nbytes = self._sizes[run.start]
         bytes_per_s = nbytes / self._lane_s[lane] if self._lane_s.get(lane) else 0.0
-        share = self._needed_bytes // (2 * lanes) if lanes > 1 else self._needed_bytes
         most = max(self._request_bytes, bytes_per_s * self._request_s)
-        limit = max(min(most, share), bytes_per_s * MIN_REQUEST_S)
+        limit = max(min(most, self._needed_bytes // parts), bytes_per_s * MIN_REQUEST_S)
         end = run.start + 1
         while end < run.stop and nbytes + self._sizes[end] <= limit:
             nbytes += self._sizes[end]

@@ -35,8 +35,8 @@ EVENT_S = 0.1
 """The calling thread is woken for this many bytes, and at least this often."""
 
 _GROUP_BYTES, _GROUP_CHUNKS = 4 << 20, 64
-"""How much is copied out of shared memory at once. Each copy ends by reacquiring the interpreter lock, so
-larger copies mean less contention."""
+"""How much of a source on this machine lands at once. Landing takes locks, and so does each copy out of
+shared memory, so larger groups mean less contention."""
 
 
 @dataclass(eq=False)
@@ -247,8 +247,18 @@ class Receiving:
             with self._changed:
                 if self._schedule.has_more:
                     now_s, peer_s = time.monotonic(), lane.source.peer_s
-                    return self._schedule.take(lane.number, len(self._lanes), now_s, peer_s)
+                    return self._schedule.take(lane.number, self._parts(), now_s, peer_s)
         return None
+
+    def _parts(self) -> int:
+        """Return into how many parts the chunks that are needed are split.
+
+        A lane may have two of them outstanding. Lanes of one source are equally fast; others may not be.
+        """
+        if len(self._lanes) == 1:
+            return 1
+        is_one = all(lane.source is self._lanes[0].source for lane in self._lanes)
+        return (2 if is_one else 4) * len(self._lanes)
 
     def _may_ask(self, lane: _Lane) -> bool:
         return len(lane.outstanding) < lane.source.max_ahead
@@ -275,7 +285,7 @@ class Receiving:
         return False
 
     def _receive_range(self, lane: _Lane, chunks: range) -> None:
-        """Receive a range of chunks that was requested: one after the other, or in groups out of memory."""
+        """Receive a range of chunks that was requested: one after the other over TCP, and else in groups."""
         connection = lane.used_connection
         found = self._plan.chunks[chunks.start : chunks.stop]
         lane.source.read_chunks_head(connection, sum(chunk.nbytes for chunk in found))
@@ -285,17 +295,20 @@ class Receiving:
             group.append(chunk)
             group_bytes += chunk.nbytes
             is_enough = group_bytes >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS
-            if is_enough or not connection.reads_memory or chunk is found[-1]:
+            if is_enough or not connection.is_local or chunk is found[-1]:
                 self._receive_group(lane, connection, group)
                 group, group_bytes = [], 0
 
     def _receive_group(self, lane: _Lane, connection: HttpConnection, group: Sequence[Chunk]) -> None:
-        """Receive some chunks at once, and verify each. Those before a damaged one count as received."""
+        """Receive some chunks, and verify each. Those before a damaged one count as received."""
         self._raise_if_over()
         views = [self._landing.open(chunk) for chunk in group]
-        connection.read_into(*views)
+        if connection.reads_memory:
+            connection.read_into(*views)
         whole: list[Chunk] = []
         for chunk, view in zip(group, views, strict=True):
+            if not connection.reads_memory:
+                connection.read_into(view)
             if self._digests and xxh3_64_intdigest(view) != self._digests[chunk.number]:
                 break
             whole.append(chunk)

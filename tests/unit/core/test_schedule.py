@@ -39,7 +39,7 @@ def test_a_chunk_above_the_limit_is_asked_for_alone() -> None:
 
 def test_towards_the_end_lanes_ask_for_less_so_that_they_finish_together() -> None:
     schedule = Schedule([MIB] * 16, range(16))
-    assert [len(schedule.take(lane, 2, 0.0)) for lane in range(2)] == [4, 3]
+    assert [len(schedule.take(lane, 4, 0.0)) for lane in range(2)] == [4, 3]
 
 
 def test_nothing_is_needed_from_the_start_if_all_chunks_are_there() -> None:
@@ -51,22 +51,22 @@ def test_nothing_is_needed_from_the_start_if_all_chunks_are_there() -> None:
 
 def test_a_lane_may_be_asked_ahead_and_delivers_in_order() -> None:
     schedule = Schedule([1] * 32, range(32))
-    assert schedule.take(0, 2, 0.0) == range(8)
-    assert schedule.take(0, 2, 0.0) == range(8, 14)
+    assert schedule.take(0, 4, 0.0) == range(8)
+    assert schedule.take(0, 4, 0.0) == range(8, 14)
     with pytest.raises(AssertionError, match="in the order"):
         schedule.landed(0, [1], 0.0)
     for chunk in range(14):
         schedule.landed(0, [chunk], 0.0)
-    assert schedule.take(0, 2, 0.0) == range(14, 18)
+    assert schedule.take(0, 4, 0.0) == range(14, 18)
 
 
 def test_what_a_lane_was_asked_for_ahead_is_needed_again_if_it_is_given_up() -> None:
     schedule = Schedule([1] * 32, range(32))
-    assert schedule.take(0, 2, 0.0) == range(8)
-    assert schedule.take(0, 2, 0.0) == range(8, 14)
+    assert schedule.take(0, 4, 0.0) == range(8)
+    assert schedule.take(0, 4, 0.0) == range(8, 14)
     schedule.landed(0, [0], 0.0)
     schedule.take_back(0)
-    assert schedule.take(1, 2, 0.0) == range(1, 8), "a quarter of the 31 chunks that are left"
+    assert schedule.take(1, 4, 0.0) == range(1, 8), "a quarter of the 31 chunks that are left"
 
 
 def test_a_receiver_that_reshares_asks_only_for_what_arrives_soon() -> None:
@@ -78,8 +78,8 @@ def test_a_receiver_that_reshares_asks_only_for_what_arrives_soon() -> None:
 
 def test_time_in_which_this_process_did_not_run_does_not_count() -> None:
     schedule = Schedule([MIB] * 4, range(4), 0)
-    schedule.take(0, 2, 0.0)
-    schedule.take(1, 2, 0.0, PEER_S)
+    schedule.take(0, 4, 0.0)
+    schedule.take(1, 4, 0.0, PEER_S)
     assert schedule.overdue(5.0) == [0, 1]
     schedule.skip(4.99, 5.0)
     assert schedule.overdue(5.0) == []
@@ -120,27 +120,27 @@ def test_a_fast_lane_asks_for_as_much_as_it_delivers_in_a_moment() -> None:
 def test_a_slow_lane_asks_for_less_than_a_fast_one() -> None:
     schedule = Schedule([MIB] * 1000, range(1000))
     for lane, factor in ((0, 1), (1, 20)):
-        for number, chunk in enumerate(schedule.take(lane, 2, 0.0), 1):
+        for number, chunk in enumerate(schedule.take(lane, 4, 0.0), 1):
             schedule.landed(lane, [chunk], REQUEST_S / 100 * factor * number)
-    assert len(schedule.take(0, 2, 1.0)) == 100
-    assert len(schedule.take(1, 2, 1.0)) == 8, "REQUEST_BYTES, which it delivers in more than REQUEST_S"
-    assert len(schedule.take(2, 2, 1.0)) == 8, "it is not known how fast it is"
+    assert len(schedule.take(0, 4, 1.0)) == 100
+    assert len(schedule.take(1, 4, 1.0)) == 8, "REQUEST_BYTES, which it delivers in more than REQUEST_S"
+    assert len(schedule.take(2, 4, 1.0)) == 8, "it is not known how fast it is"
 
 
 def test_the_last_requests_take_long_enough_to_be_worth_it() -> None:
     schedule = Schedule([MIB] * 1000, range(1000))
-    for chunk in schedule.take(0, 2, 0.0):
+    for chunk in schedule.take(0, 4, 0.0):
         schedule.landed(0, [chunk], MIN_REQUEST_S / 10 * (chunk + 1))
     sizes = []
     while schedule.has_more:
-        sizes.append(len(schedule.take(0, 2, 1.0)))
+        sizes.append(len(schedule.take(0, 4, 1.0)))
     assert sizes[:2] == [100, 100], "what takes REQUEST_S"
     assert min(sizes[:-1]) == 10, "what takes MIN_REQUEST_S"
 
 
 def test_what_a_lane_did_not_deliver_is_needed_again_and_first() -> None:
     schedule = Schedule([1] * 64, range(64))
-    assert schedule.take(0, 2, 0.0) == range(16)
+    assert schedule.take(0, 4, 0.0) == range(16)
     schedule.landed(0, [0], 0.0)
     schedule.take_back(0)
     assert not schedule.is_done
@@ -180,7 +180,7 @@ def test_a_lane_that_is_never_silent_but_far_slower_than_usual_is_overdue() -> N
 
 def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
     schedule = Schedule([1 << 20] * 16, range(16))
-    assert schedule.take(0, 2, 0.0) == range(4)
+    assert schedule.take(0, 4, 0.0) == range(4)
     for chunk in range(4):
         schedule.landed(0, [chunk], 0.01 * (chunk + 1))
     while schedule.has_more:
@@ -195,7 +195,7 @@ def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
 
 def test_a_lane_that_is_as_fast_as_the_others_does_not_hold_up_the_end() -> None:
     schedule = Schedule([1 << 20] * 16, range(16))
-    schedule.take(0, 2, 0.0)
+    schedule.take(0, 4, 0.0)
     for chunk in range(4):
         schedule.landed(0, [chunk], 0.5 * (chunk + 1))
     while schedule.has_more:
@@ -272,8 +272,8 @@ def test_chunks_that_land_at_once_share_the_time_that_they_took() -> None:
 
 def test_chunks_that_land_after_this_process_was_stopped_did_not_take_less_than_no_time() -> None:
     schedule = Schedule([1] * 16, range(16))
-    schedule.take(0, 2, 0.0)
-    schedule.take(1, 2, 0.0)
+    schedule.take(0, 4, 0.0)
+    schedule.take(1, 4, 0.0)
     # The process continues at 10.0. The calling thread runs first, then the lane that copied a group.
     schedule.skip(10.0, 10.0)
     schedule.landed(0, range(1), 10.0)
@@ -283,7 +283,7 @@ def test_chunks_that_land_after_this_process_was_stopped_did_not_take_less_than_
 
 def test_an_idle_lane_is_never_overdue() -> None:
     schedule = Schedule([1, 1], range(2))
-    schedule.take(0, 2, 0.0)
+    schedule.take(0, 4, 0.0)
     schedule.landed(0, [0], 0.1)
     schedule.heard(0, 0.2)
     schedule.heard(5, 0.2)
@@ -324,7 +324,7 @@ def test_every_needed_chunk_lands_exactly_once_whatever_lanes_do(data: st.DataOb
         assert late or now_s < OVERDUE_S or not asked or any(lane not in late for lane in asked)
         lane = data.draw(st.integers(0, 3))
         if lane not in asked or data.draw(st.integers(0, 3)) == 0:
-            chunks = list(schedule.take(lane, 4, now_s))
+            chunks = list(schedule.take(lane, 8, now_s))
             assert sum(sizes[chunk] for chunk in chunks[1:]) <= max(REQUEST_BYTES, sum(sizes) // 4)
             assert not {*chunks} & {chunk for others in asked.values() for chunk in others}
             if chunks:

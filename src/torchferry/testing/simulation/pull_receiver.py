@@ -333,7 +333,7 @@ class Receiver(Host):
             elif lane.connection is None:
                 lane.connection = yield from self._connect(peer, self.deadline_s)
             else:
-                chunks = schedule.take(lane.number, len(self.lanes), self.world.now_s)
+                chunks = schedule.take(lane.number, 4 * len(self.lanes), self.world.now_s)
                 lane.asked_s = self.world.now_s
                 for chunk in chunks:
                     check(chunk not in self.owed, f"chunk {chunk} was asked of two lanes")
