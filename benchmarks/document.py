@@ -34,7 +34,7 @@ quartiles. The rate is the state's bytes, to all receivers together, divided by 
 
 Bytes on the wire are what the kernel counts on the TCP sockets of the busiest receiver. Peak memory is the
 largest growth of a process's resident memory, in the round or in the warm-up; memory for a state that is
-received fresh is included, and so is a snapshot of the source that a receiver maps."""
+received fresh is included, and so is, on both sides, the ring of a live state."""
 _STYLE = """
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 0.875rem; }

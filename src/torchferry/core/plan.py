@@ -55,6 +55,11 @@ class Chunk(Struct, frozen=True, gc=False):
     pieces: tuple[Piece, ...]
     nbytes: int
 
+    @property
+    def is_one_run(self) -> bool:
+        """Whether its bytes lie in memory as they are moved: one piece without gaps."""
+        return len(self.pieces) == 1 and not self.pieces[0].repeats
+
 
 class Plan(NamedTuple):
     """The extents of a state by storage and offset, and its chunks in the order in which they are sent."""

@@ -37,7 +37,7 @@ ANSWERS_S = 1.0
 """How long a fetch waits for the other sources after the first has granted a lease."""
 
 MAX_AHEAD = 2
-"""For how many ranges of chunks a receiver asks on one connection before it has read the first of them."""
+"""How many requests for chunks may be in flight on one connection."""
 
 MAX_PEERS = 8
 """How many other receivers a source names in a grant."""
@@ -176,8 +176,9 @@ def fits(request: LeaseRequest, version: int) -> bool:
 def is_settled(
     grants: Sequence[Grant | None], pending: Collection[int], wanted: LeaseRequest, waited_s: float
 ) -> bool:
-    """Return whether a version can be chosen: no answer that is `pending` could change the choice.
+    """Return whether to choose a version now.
 
+    It is time if no answer that is `pending` could change the choice, or ANSWERS_S after the first grant.
     `pending` lists the sources that have not answered, and `waited_s` is the time since the first granted.
     """
     first = next((number for number, grant in enumerate(grants) if grant is not None), None)

@@ -1,4 +1,6 @@
-"""Decides which source is asked for which chunks. Time is an argument, so simulations use the same rules.
+"""Assigns ranges of chunks to lanes, and says which lanes are overdue.
+
+Time is an argument, so that the simulation uses the same rules.
 
 A lane is a thread that fetches from one source. It connects when that is needed, and requests a range of
 chunks at a time, so faster sources deliver more. If a lane is overdue, its connection is shut down, its
@@ -15,9 +17,10 @@ REQUEST_BYTES = 8 << 20
 """How many bytes a lane requests at once; more if they would arrive in less than REQUEST_S. A larger request
 to a slow source could delay the end of the fetch."""
 
-REQUEST_S, MIN_REQUEST_S = 0.05, 0.005
-"""How long the response to a request should take at least, so that the cost of the request is negligible; and
-the same towards the end, when several lanes request less."""
+REQUEST_S = 0.05
+"""How long the response to a request should take at least, so that the cost of the request is negligible."""
+MIN_REQUEST_S = 0.005
+"""The same towards the end, when several lanes share what is left and so request less."""
 
 RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
 """REQUEST_BYTES and REQUEST_S of a receiver that reshares; twice `connect_s` is added to the time. They are
@@ -219,11 +222,10 @@ class Schedule:
         return min(asked.heard_s + _max_silence_s(asked), asked.began_s + usual_s + OVERDUE_S)
 
     def _last_late_s(self, lane: int, asked: _Asked) -> float:
-        """Return when a lane is overdue that holds up the end.
+        """Return when a lane that holds up the end becomes overdue: when nothing is left to request.
 
-        inf for a peer, if no other lane has delivered a chunk, or while there are chunks to request.
-
-        It has OVERDUE_S, and _SLOW times as long as the fastest other lane would need for its chunks.
+        It has OVERDUE_S, and _SLOW times as long as the fastest other lane would need for its chunks. inf if
+        there is something to request, if no other lane has delivered a chunk, and for a peer.
         """
         others_s = [chunk_s for other, chunk_s in self._lane_s.items() if other != lane]
         if self._needed or not others_s or asked.peer_s is not None:

@@ -59,8 +59,8 @@ from torchferry.tensors.objects import read_objects
 
 logger = logging.getLogger(__name__)
 
-_CONFIRM_S = 5.0
-"""How long a fetch tries to confirm that it is complete."""
+_CONFIRM_S, _MIN_CONFIRM_S = 5.0, 0.25
+"""How long a fetch tries to confirm that it is complete: until its deadline, within these limits."""
 
 _FAILED_S = 0.25
 """How long a failed fetch tries to tell the sources why it failed."""
@@ -171,7 +171,7 @@ class _Fetch(Phases):
     def run(self) -> Fetched:
         options = self.options
         self._sources.open_all(options.timeout_s)
-        # With `on_progress`, work that grows with the number of tensors is done in threads.
+        # `run` uses a thread if there is progress to report, a time limit, or work that must finish.
         local = None
         if options.local_state is not None:
             state = options.local_state()
@@ -317,7 +317,7 @@ class _Fetch(Phases):
         try:
             while not receiving.is_done:
                 receiving.check(options.stall_s)
-                until_s = time.monotonic() + receiving.look_s
+                until_s = time.monotonic() + receiving.check_every_s
                 if lost_s := self._caller.wait(lambda: receiving.needs_check, until_s):
                     receiving.skip(lost_s)
             receiving.check(options.stall_s)
@@ -340,6 +340,7 @@ class _Fetch(Phases):
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: unverified chunks may mix old and new values."""
         for source in self._sources.live():
+            # The only request that makes a source look for changes. Any chunk will do.
             source.report_damage(needed[0], left_s(self._deadline_s))
 
     def _undo(self, sink: Sink, loading: Loading) -> str:
@@ -352,26 +353,25 @@ class _Fetch(Phases):
         return restored
 
     def _confirm(self, grant: Grant) -> bool:
-        """Tell the given sources in use that the fetch is complete; return whether all acknowledged it.
+        """Tell the given sources that are in use that the fetch is complete; return whether all acknowledged.
 
         Raises PeerGaveUp if nothing was verified, and a live state changed or its source can't be asked.
         """
         # Peers, which are other receivers, need not know.
-        serving = [source for source in self._sources.serving() if not source.is_peer]
+        in_use = [source for source in self._sources.serving() if not source.is_peer]
         # A source that is known to be too slow is told, but not waited for.
-        ready = [source for source in serving if not source.backoff.is_active(time.monotonic())] or serving
+        wait_for = [source for source in in_use if not source.backoff.is_active(time.monotonic())] or in_use
         result = Result("confirmed", verified=self.options.verify)
-        # At least _FAILED_S, even at the deadline.
-        timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _FAILED_S))
-        untold = self._caller.run(self._sources.tell, serving, result, timeout_s, ready)
-        unsure = [source for source in self._sources.live() if source in untold or source not in serving]
+        timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _MIN_CONFIRM_S))
+        silent = self._caller.run(self._sources.tell, in_use, result, timeout_s, wait_for)
+        unsure = [source for source in self._sources.live() if source in silent or source not in in_use]
         if unsure and not self.options.verify and not self._is_committed:
             shown = ", ".join(source.peer for source in unsure)
             raise PeerGaveUp(f"nothing was verified, and {shown} can't say whether its state changed")
-        if serving and not untold:
+        if in_use and not silent:
             return True
         given = [source for source in self._sources.all if not source.is_peer]
-        lost = ", ".join(source.peer for source in untold or given)
+        lost = ", ".join(source.peer for source in silent or given)
         logger.warning("%s: version %d is complete, but %s was not told", self._name, grant.version, lost)
         return False
 

@@ -49,7 +49,7 @@ class Landing:
         return view(buffer)
 
     def write(self, chunks: Sequence[Chunk]) -> None:
-        """Accept chunks that were received, and verified unless verify=False. They have landed then.
+        """Accept chunks that were received, and verified unless verify=False: they have landed.
 
         Staged chunks are copied to their places, or with `atomic` kept for `apply`.
         """
@@ -97,7 +97,7 @@ class Landing:
                 # A copy, made with the interpreter lock held: the user may free the tensor during the send.
                 return bytes(view(buffer))
             finally:
-                if len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
+                if not chunk.is_one_run:
                     self._staging.give_back(buffer)
 
     def stop_reading(self) -> None:

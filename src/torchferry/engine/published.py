@@ -109,7 +109,7 @@ class Published:
                 try:
                     buffer = self.source.read(chunk)
                 except StateError:
-                    # Its memory was freed. The next request is told so.
+                    # Its memory was freed. The next request is answered with CHANGED.
                     self.source.note_change(chunk)
                     raise
                 yield view(buffer)
@@ -174,7 +174,7 @@ def publish(
         return found
 
     is_large = described.is_all_cpu and plan.payload_bytes >= _TWO_THREADS_BYTES
-    digests = source.digests = _map_in_threads(copy_and_hash, plan.chunks, 2 if is_large else 1)
+    digests = source.digests = _map_chunks(copy_and_hash, plan.chunks, parallel=is_large)
     if described.changed_tensors():
         source.find_changes()
         raise StateChanged(source.changed_paths())
@@ -185,9 +185,9 @@ def publish(
     return Published(version, encoded, plan, digests, root, None if snapshot else source, block, memory)
 
 
-def _map_in_threads(work: Callable[[Chunk], int], chunks: Sequence[Chunk], threads: int) -> list[int]:
-    """Return the results of `work` for all chunks, by one thread or two, if there are cores for them."""
-    if min(threads, len(os.sched_getaffinity(0))) < 2:
+def _map_chunks(work: Callable[[Chunk], int], chunks: Sequence[Chunk], *, parallel: bool) -> list[int]:
+    """Return the results of `work` for all chunks; if `parallel`, by two threads, if there are two cores."""
+    if not parallel or len(os.sched_getaffinity(0)) < 2:
         return [*map(work, chunks)]
     half = len(chunks) // 2
     others: list[int] = []

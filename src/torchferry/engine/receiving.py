@@ -19,6 +19,8 @@ from torchferry.core.schedule import (
     OVERDUE_S,
     PEER_BACKOFF_S,
     PEER_S,
+    REQUEST_BYTES,
+    REQUEST_S,
     RESHARE_REQUEST_BYTES,
     RESHARE_REQUEST_S,
     Schedule,
@@ -33,6 +35,9 @@ from torchferry.links.http_client import HttpConnection, MemoryUnusable
 EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
 """The calling thread is woken for this many bytes, and at least this often."""
+
+_TWO_LANES_BYTES = 8 << 20
+"""If more is needed, a single source may get several lanes. For less, another connection costs too much."""
 
 _GROUP_BYTES, _GROUP_CHUNKS = 4 << 20, 64
 """How much of a source on this machine lands at once. Landing takes locks, and so does each copy out of
@@ -64,11 +69,11 @@ class _Lane:
 class Receiving:
     """Receives the chunks that a fetch needs. `digests` is empty if nothing is verified.
 
-    Each preferred source gets one lane; a single one up to its `max_lanes`, if more than EVENT_BYTES are
-    needed. `in_order` is for resharing: a single source gets one lane too, and requests are small, so chunks
-    arrive in order and soon for the receivers that take them from this one.
+    Each preferred source gets one lane; a single one up to its `max_lanes`, if more than _TWO_LANES_BYTES
+    are needed. `in_order` is for resharing: a single source gets one lane too, and requests are small, so
+    chunks arrive in order, and soon for the receivers that take them from this one.
 
-    The calling thread calls `check` every `look_s`, or if this `needs_check`, until `is_done`.
+    The calling thread calls `check` every `check_every_s`, or if this `needs_check`, until `is_done`.
     """
 
     def __init__(
@@ -92,13 +97,13 @@ class Receiving:
         self._landing = landing
         self._deadline_s = deadline_s
         self._in_order = in_order
-        # How often to call `check`. A silent peer must be replaced soon: other receivers wait for this one.
-        self.look_s = PEER_S / 4 if in_order else EVENT_S
-        sizes = [chunk.nbytes for chunk in plan.chunks]
-        self._schedule = Schedule(sizes, needed)
+        self.check_every_s, request_bytes, request_s = EVENT_S, REQUEST_BYTES, REQUEST_S
         if in_order:
+            # A silent peer must be replaced soon: other receivers wait for this one.
+            self.check_every_s, request_bytes = PEER_S / 4, RESHARE_REQUEST_BYTES
             request_s = RESHARE_REQUEST_S + 2 * max(source.connect_s for source in sources.all)
-            self._schedule = Schedule(sizes, needed, RESHARE_REQUEST_BYTES, request_s)
+        sizes = [chunk.nbytes for chunk in plan.chunks]
+        self._schedule = Schedule(sizes, needed, request_bytes, request_s)
         self._lanes: list[_Lane] = []
         self._preferred: list[RemoteSource] = []  # the lanes of other sources pause
         self.failure: BaseException | None = None
@@ -147,7 +152,7 @@ class Receiving:
             if preferred != self._preferred:
                 self._preferred = preferred
                 self._changed.notify_all()  # lanes that pause
-        is_one = len(preferred) == 1 and self.total_bytes > EVENT_BYTES and not self._in_order
+        is_one = len(preferred) == 1 and self.total_bytes > _TWO_LANES_BYTES and not self._in_order
         wanted: list[RemoteSource] = []
         for source in preferred:
             lanes = source.max_lanes if is_one else 1
@@ -251,9 +256,10 @@ class Receiving:
         return None
 
     def _parts(self) -> int:
-        """Return into how many parts the chunks that are needed are split.
+        """Return into how many requests the chunks that are needed are split.
 
-        A lane may have two of them outstanding. Lanes of one source are equally fast; others may not be.
+        Two for each lane of one source: they are equally fast, and finish together. Four if sources differ,
+        so that a slow one holds up less at the end.
         """
         if len(self._lanes) == 1:
             return 1

@@ -286,10 +286,11 @@ class RemoteSource:
 
     @property
     def max_lanes(self) -> int:
-        """How many connections are worth opening: one for a ring, MAX_LANES for a snapshot.
+        """How many connections to open for chunks.
 
-        A live state and TLS take as much of the source's time as of this process's. So MAX_LANES are worth
-        opening only if this process may use more cores: a source on this machine needs some too.
+        One for a ring. MAX_LANES for a snapshot, through memory or over TCP without TLS. A live state and TLS
+        take as much of the source's time as of this process's, and the source may be on this machine: then
+        MAX_LANES only if this process may use more cores than that.
         """
         if self.uses_ring:
             return 1
@@ -299,7 +300,7 @@ class RemoteSource:
 
     @property
     def max_ahead(self) -> int:
-        """How many ranges of chunks may be asked for before the first of them was read."""
+        """How many requests for chunks may be in flight on one connection."""
         # While bytes come through a ring, this end sends only signals for slots, and no requests.
         return 1 if self.uses_ring else pull.MAX_AHEAD
 

@@ -129,12 +129,13 @@ class Resharing:
 
     def finish(self, linger_s: float) -> None:
         """Return at once, and serve those that take chunks now for up to `linger_s` in the background."""
-        if self._handler is None:
-            self.stop()
-        else:
-            threading.Thread(
-                target=self.stop, args=(linger_s,), name="torchferry-reshare", daemon=True
-            ).start()
+        if self._handler is not None:
+            name = "torchferry-reshare"
+            # If no thread can be started, the fetch is complete all the same: stop at once.
+            with suppress(RuntimeError):
+                threading.Thread(target=self.stop, args=(linger_s,), name=name, daemon=True).start()
+                return
+        self.stop()
 
     def stop(self, linger_s: float = 0.0) -> None:
         """Stop when nobody takes chunks any more, or after `linger_s`."""

@@ -84,7 +84,7 @@ class Sink:
     def direct_place(self, chunk: Chunk, can_access: Callable[[torch.device], bool]) -> Direct | None:
         """Return a place where the link itself can write a chunk; None if it must be staged."""
         has_memory = self.fresh is not None or self.local is not None
-        if not has_memory or len(chunk.pieces) > 1 or chunk.pieces[0].repeats:
+        if not (has_memory and chunk.is_one_run):
             return None
         places = self.destinations.of(chunk.pieces[0]).direct
         return next((place for place in places if can_access(self._memory(place).device)), None)
@@ -200,7 +200,7 @@ class Sink:
         for copy in range(max(len(each.direct) or 1 for each in places)):
             buffer = self._read_copy(self.local, chunk, places, copy, staging)
             earlier, found = found, digest(buffer)
-            if len(chunk.pieces) > 1 or chunk.pieces[0].repeats or not places[0].direct:
+            if not (chunk.is_one_run and places[0].direct):
                 staging.give_back(buffer)
             if copy and found != earlier:
                 return None
@@ -268,7 +268,7 @@ class Sink:
 
     def _read_from(self, places: Sequence[Direct], chunk: Chunk, staging: Staging) -> torch.Tensor:
         memories = [self._memory(place) for place in places]
-        if len(memories) == 1 and not chunk.pieces[0].repeats:
+        if chunk.is_one_run:
             return run_of(memories[0], chunk.pieces[0]).cpu()
         buffer = staging.take(chunk.nbytes)
         gather(memories, chunk.pieces, buffer)

@@ -64,15 +64,13 @@ class ChunkSource:
 
     def must_stage(self, chunk: Chunk) -> bool:
         """Return whether a chunk must be copied: it is packed, has gaps, or the link can't read it."""
-        piece = chunk.pieces[0]
-        if len(chunk.pieces) > 1 or piece.repeats:
-            return True
-        return not self.can_access(self.description.memories[piece.storage].device)
+        device = self.description.memories[chunk.pieces[0].storage].device
+        return not (chunk.is_one_run and self.can_access(device))
 
     def address(self, chunk: Chunk) -> int | None:
         """Return where a chunk begins in memory; None if it has several pieces, or gaps."""
         piece = chunk.pieces[0]
-        if len(chunk.pieces) > 1 or piece.repeats:
+        if not chunk.is_one_run:
             return None
         return run_of(self.description.memories[piece.storage], piece).data_ptr()
 

@@ -1,4 +1,4 @@
-"""The sources of one fetch: which of them serve the state, and what to raise if none does."""
+"""The sources of one fetch: which of them serve the state, and the error if none does."""
 
 import logging
 import ssl
@@ -48,7 +48,7 @@ class Sources:
 
     `chosen` is the grant of the version to fetch, once it is known. `is_final` is set when the metadata of
     that version was verified. Once `is_over` is set, lanes stop, and no source is given up any more;
-    `shut_down` ends all threads. `changes` counts what may change which sources are `preferred`.
+    `shut_down` ends all threads. `changes` is incremented whenever `preferred` may return other sources.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class Sources:
             ]
 
     def preferred(self) -> list[RemoteSource]:
-        """Return the sources to ask now: one peer if some serve, or else all that were given.
+        """Return the sources to ask for chunks now: the best peer that serves, or else all that were given.
 
-        Also asks the next peers for leases, so that there are always _PEERS.
+        Also asks the next peers for leases, so that there are always _PEERS. Chunks come from one peer at a
+        time, so each peer sends about as much as it receives.
 
-        A receiver takes chunks from one peer, so each peer sends about as much as it receives. The list is
-        empty while the best peer may still grant a lease: PEER_S and four times `connect_s` after the first
-        peer was asked. If a peer was too slow, and none has delivered a chunk OVERDUE_S after the first was
-        asked, the given sources are asked too.
+        The list is empty while it is worth waiting for a better peer's lease: PEER_S and four times
+        `connect_s` from when the first peer was asked. If a peer was too slow, and none has delivered a chunk
+        OVERDUE_S after the first was asked, the given sources are asked too.
         """
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:

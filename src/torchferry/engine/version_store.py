@@ -16,6 +16,10 @@ from torchferry.links.shared_memory import SharedBlock
 Readers = Literal["wait", "drop"]
 """What to do with readers of a version that must go."""
 
+_DROPPED_S = 1.0
+"""How long a source that is closed waits for the threads that read for dropped readers. They end at once,
+unless the kernel holds them up."""
+
 _CHECK_S = 1.0
 """How often a thread that waits for readers looks for leases that have expired."""
 
@@ -92,7 +96,7 @@ class VersionStore:
                 self._release(lambda _: True, timeout_s, "wait")
             except ReadersRemain:
                 with suppress(ReadersRemain):
-                    self._release(lambda _: True, timeout_s, "drop")
+                    self._release(lambda _: True, _DROPPED_S, "drop")
             for name in list(leases.current):
                 leases.withdraw(name)
 

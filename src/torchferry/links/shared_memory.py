@@ -131,7 +131,7 @@ class SharedBlock:
 
 
 def _use_huge_pages(descriptor: int, mapping: Mapping) -> None:
-    """Let a new file have huge pages, as far as the kernel has some.
+    """Give a new file huge pages, where they are available and fast.
 
     Their bytes are copied faster, and they are allocated in a fifth of the time. But the kernel may have to
     compact memory first, and a virtual machine may have to get them from its host.
