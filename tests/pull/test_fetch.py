@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -545,3 +547,26 @@ def test_progress_is_not_reported_any_more_once_an_atomic_state_is_written(phase
         assert torch.equal(local["weight"], filled(3)["weight"])
         return
     assert torch.equal(local["weight"], filled(0)["weight"])
+
+
+def test_over_tcp_a_sandbox_may_forbid_what_makes_it_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def sendfile(*_: object) -> int:
+        refused.append("sendfile")
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    class Socket(socket.socket):
+        def setsockopt(self, level: int, option: int, *value: Any) -> None:
+            if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT):
+                refused.append("SO_RCVLOWAT")
+                raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
+            super().setsockopt(level, option, *value)
+
+    monkeypatch.setattr(os, "sendfile", sendfile)
+    monkeypatch.setattr(socket, "socket", Socket)
+    state = {"w": torch.arange(1 << 20)}
+    with serve(state, version=1) as source:
+        got = fetch(source.address, via="tcp", timeout=20)
+    assert torch.equal(got.state["w"], state["w"])
+    assert {*refused} == {"sendfile", "SO_RCVLOWAT"}

@@ -64,6 +64,11 @@ class Exchange:
         return "confirm" if name == "result" else name
 
     @property
+    def connection(self) -> socket.socket:
+        """The connection of the receiver."""
+        return self._client
+
+    @property
     def chunks(self) -> range:
         """The chunks that are asked for."""
         found = _CHUNKS.search(self.path)
@@ -187,6 +192,12 @@ class Exchange:
 
     def end(self) -> None:
         """Close both connections in order."""
+        raise Ended
+
+    def drop_client(self) -> None:
+        """Close the connection of the receiver, and keep that to the source."""
+        self._client.close()
+        self._proxy.closed.wait()
         raise Ended
 
     def end_request(self) -> None:

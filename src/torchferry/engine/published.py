@@ -205,15 +205,16 @@ def _map_chunks(work: Callable[[Chunk], int], chunks: Sequence[Chunk], *, parall
 
     thread = threading.Thread(target=work_on_others, name="torchferry-publish", daemon=True)
     try:
-        thread.start()
-    except RuntimeError:  # a thread can't be started
-        return [*map(work, chunks)]
-    try:
+        try:
+            thread.start()
+        except RuntimeError:  # a thread can't be started
+            return [*map(work, chunks)]
         found = [*map(work, chunks[:half])]
         thread.join()
     except BaseException:
         is_cancelled = True
-        thread.join()
+        if thread.ident is not None:  # it was started
+            thread.join()
         raise
     if errors:
         raise errors.pop()  # a reference to it here would be a cycle

@@ -29,7 +29,7 @@ from torchferry.engine.deadlines import left_s
 from torchferry.engine.landing import Landing
 from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
 from torchferry.engine.sources import Sources
-from torchferry.errors import Corrupted, LinkError, LinkStalled, LinkTimeout, PeerError
+from torchferry.errors import Corrupted, LinkError, LinkStalled, LinkTimeout, PeerError, StateError
 from torchferry.links.http_client import HttpConnection, MemoryUnusable
 
 EVENT_BYTES = 8 << 20
@@ -49,6 +49,7 @@ class _Lane:
     """A thread that requests chunks from one source, in ranges. `connection` is None unless it is connected.
 
     If the connection is ended because the source is too slow, `backoff_s` is the first delay of its backoff.
+    `has_failed` says that the lane ended because of an error.
     """
 
     number: int
@@ -58,6 +59,7 @@ class _Lane:
     connection: HttpConnection | None = None
     is_connecting: bool = False
     backoff_s: float | None = None
+    has_failed: bool = False
 
     @property
     def used_connection(self) -> HttpConnection:
@@ -161,10 +163,23 @@ class Receiving:
         # How much a lane asks for depends on how many there are.
         self._lanes += new
         for lane in new:
-            lane.thread = self._sources.start(self._deliver, lane)
+            try:
+                lane.thread = self._sources.start(self._deliver, lane)
+            except StateError:  # no thread can be started
+                lane.has_failed = True
+                if not self._siblings(lane):
+                    raise
+
+    def _siblings(self, lane: _Lane) -> list[_Lane]:
+        """List the other lanes of the same source, without those that failed."""
+        return [
+            each
+            for each in self._lanes
+            if each is not lane and each.source is lane.source and not each.has_failed
+        ]
 
     def _end_overdue(self) -> None:
-        """End connections whose next chunk is overdue, if another source can deliver it.
+        """End connections whose next chunk is overdue, if another source can deliver it, or another lane.
 
         A source that is in backoff, overdue itself or still connecting can't.
         """
@@ -178,9 +193,12 @@ class Receiving:
             able = [each for each in serving if each not in busy and not each.backoff.is_active(now_s)]
             for number in overdue:
                 lane, connection = self._lanes[number], connections[number]
-                if connection is not None and able:
+                siblings = [each for each in self._siblings(lane) if each.number not in overdue]
+                if connection is not None and (able or any(connections[each.number] for each in siblings)):
                     is_silent = self._schedule.is_silent(number, now_s)
-                    lane.backoff_s = PEER_BACKOFF_S if lane.source.is_peer and not is_silent else OVERDUE_S
+                    if able:
+                        slow_peer = lane.source.is_peer and not is_silent
+                        lane.backoff_s = PEER_BACKOFF_S if slow_peer else OVERDUE_S
                     silent_s = now_s - connection.heard_s
                     why = f"no bytes for {silent_s:.2g} s" if is_silent else "a chunk took too long"
                     connection.shut_down(f"{TOO_SLOW}: {why}")
@@ -213,7 +231,10 @@ class Receiving:
     # A lane.
 
     def _deliver(self, lane: _Lane) -> None:
-        """Request and receive ranges of chunks, until none is needed or the source is given up."""
+        """Request and receive ranges of chunks, until none is needed or this fails.
+
+        The source is given up if it has no other lane, or if its answers can't be used.
+        """
         source = lane.source
         try:
             while (chunks := self._next_range(lane)) is not None or lane.outstanding:
@@ -228,7 +249,10 @@ class Receiving:
                 except LinkError as error:
                     self._recover(lane, grant, error)
         except (LinkError, PeerError) as error:
-            self._sources.lose(source, error)
+            with self._changed:
+                lane.has_failed = True
+                if isinstance(error, (PeerError, Corrupted)) or not self._siblings(lane):
+                    self._sources.lose(source, error)
         except BaseException as error:
             self.failure = error
         finally:
@@ -261,10 +285,10 @@ class Receiving:
         Two for each lane of one source: they are equally fast, and finish together. Four if sources differ,
         so that a slow one holds up less at the end.
         """
-        if len(self._lanes) == 1:
+        lanes = [lane for lane in self._lanes if not lane.has_failed]
+        if len(lanes) == 1:
             return 1
-        is_one = all(lane.source is self._lanes[0].source for lane in self._lanes)
-        return (2 if is_one else 4) * len(self._lanes)
+        return (2 if len({lane.source for lane in lanes}) == 1 else 4) * len(lanes)
 
     def _may_ask(self, lane: _Lane) -> bool:
         return len(lane.outstanding) < lane.source.max_ahead

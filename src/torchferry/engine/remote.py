@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec import msgpack, structs
 
@@ -51,6 +51,8 @@ TOO_SLOW = "the source was too slow, so its connection was closed"
 class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
 
+
+T = TypeVar("T")
 
 Via = Literal["tcp", "memory"]
 """How chunks travel: over TCP, or through memory of this machine."""
@@ -264,15 +266,19 @@ class RemoteSource:
         grant = self.grant
         assert grant is not None, "the source granted a lease"
         limits = {"manifest": self._max_metadata_bytes, "digests": 8 * grant.chunks}
-        with self._connected(silent_s, reuse=reuse) as connection:
+
+        def read(connection: HttpConnection) -> tuple[bytes, bytes]:
             try:
                 for what in limits:
                     self._send(connection, "GET", self._path(what), silent_s)
                 manifest, digests = (
                     self._answer(connection, what, max_bytes)[1] for what, max_bytes in limits.items()
                 )
+                return manifest, digests
             finally:
                 self.heard_s = connection.heard_s
+
+        manifest, digests = self._ask_on_control(read, silent_s, reuse=reuse)
         found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
             raise Corrupted((), "the metadata arrived damaged: its digest is not the one that was announced")
@@ -376,8 +382,23 @@ class RemoteSource:
         return False
 
     def _post(self, what: str, timeout_s: float, body: bytes = b"") -> None:
-        with self._connected(timeout_s) as connection:
-            self._ask(connection, "POST", self._path(what), timeout_s, body)
+        self._ask_on_control(
+            lambda connection: self._ask(connection, "POST", self._path(what), timeout_s, body), timeout_s
+        )
+
+    def _ask_on_control(
+        self, ask: Callable[[HttpConnection], T], timeout_s: float, *, reuse: bool = True
+    ) -> T:
+        """Call `ask` with a connection from `_connected`, and once more if that was closed while idle."""
+        began_s, used = time.monotonic(), None
+        try:
+            with self._connected(timeout_s, reuse=reuse) as used:
+                return ask(used)
+        except LinkBroken:
+            if used is None or used.heard_s >= began_s:  # it is new, or it broke later
+                raise
+        with self._connected(timeout_s, reuse=False) as fresh:
+            return ask(fresh)
 
     @contextmanager
     def _connected(self, timeout_s: float, *, reuse: bool = True) -> Iterator[HttpConnection]:

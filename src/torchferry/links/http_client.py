@@ -284,7 +284,8 @@ class HttpConnection:
     def _set_low_water(self, nbytes: int) -> None:
         """Set how many bytes must have arrived before the socket counts as readable."""
         if nbytes != self._low_water:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            with suppress(OSError):  # a sandbox may not have it: then this end wakes up more often
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low_water = nbytes
 
     def _wait_for_slots(self, most: int) -> int:

@@ -7,6 +7,7 @@ One thread watches pending connections: those that have not sent a valid token y
 closed if it does not send a request in time. A connection with the token gets a thread of its own.
 """
 
+import errno
 import hmac
 import logging
 import os
@@ -51,6 +52,9 @@ _MAX_RINGS = 8
 """The most connections of local clients that have a ring, of 4 MiB each. Others get bytes over the socket."""
 LAST_ANSWERS_S = 0.5
 """How long a server that is closed may take to finish the answers that it began."""
+
+_NO_SENDFILE = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP})
+"""What `sendfile` fails with where a sandbox forbids it, or its kernel has none."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +151,23 @@ class _Connection:
         while data:
             data = data[self.sock.send(data) :]
 
-    def _send_file(self, descriptor: int, start: int, end: int) -> None:
-        """Send bytes of a file in memory. The kernel sends its pages, without a copy."""
+    def _send_file(self, descriptor: int, offset: int, data: memoryview) -> None:
+        """Send `data`, which a file in memory has at `offset`. The kernel sends its pages, without a copy."""
         poll = select.poll()
         poll.register(self.sock, select.POLLOUT)
         timeout_s = self.sock.gettimeout()
-        while start < end:
+        sent = 0
+        while sent < len(data):
             try:
-                start += os.sendfile(self.sock.fileno(), descriptor, start, end - start)
+                sent += os.sendfile(self.sock.fileno(), descriptor, offset + sent, len(data) - sent)
             except BlockingIOError:
                 if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
                     raise TimeoutError("the client took no bytes in time") from None
+            except OSError as error:
+                if error.errno not in _NO_SENDFILE:
+                    raise
+                self._send(data[sent:])
+                return
 
     def respond(self, response: Response, *, last: bool = False) -> None:
         nbytes = response.nbytes or len(response.body)
@@ -185,7 +195,7 @@ class _Connection:
                     if ring is not None:
                         ring.fill(address_of(buffer), len(buffer))
                     elif file is not None:
-                        self._send_file(file.descriptor, offset, offset + len(buffer))
+                        self._send_file(file.descriptor, offset, buffer)
                         offset += len(buffer)
                     else:
                         self._send(buffer)

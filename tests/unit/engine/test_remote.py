@@ -120,3 +120,21 @@ def test_a_connection_that_is_used_at_the_end_is_closed_by_its_thread(opened: li
             remote.shut_down()
             assert is_open(used)
         assert not is_open(used)
+
+
+@pytest.mark.parametrize("step", ["manifest", "confirm"])
+def test_a_connection_that_was_closed_while_it_was_idle_is_replaced(step: str) -> None:
+    """As by a load balancer: it closes the receiver's connection, but not its own to the source."""
+    dropped: list[Exchange] = []
+
+    def drop(exchange: Exchange) -> None:
+        if exchange.step == step and not dropped:
+            dropped.append(exchange)
+            exchange.drop_client()
+        exchange.relay()
+
+    with torchferry.serve({"w": torch.arange(1000)}, 1) as source, Proxy(source.address, drop) as proxy:
+        got = torchferry.fetch(proxy.address, timeout=TIMEOUT_S)
+        assert got.report.confirmed
+        assert source.status().readers[0].state == "confirmed"
+    assert len(dropped) == 1
