@@ -68,8 +68,9 @@ class PullCase:
         the local tensors correctly.
         """
         found = self._errors
-        if self.link == "memory" and self.step == "first chunk":
-            # The fault happens before a byte of the chunk is copied, and other chunks may be there or not.
+        if self.link == "memory" and self.step in ("first chunk", "middle chunk"):
+            # The fault happens before a byte of the chunk is copied. The other connection to the source may
+            # have copied its first chunks by then, or not.
             not_torn = {"TornAndLate": "LinkTimeout", "TornAndBroken": "SourcesLost"}
             found += tuple(not_torn[name] for name in found if name in not_torn)
         return tuple(dict.fromkeys(found))

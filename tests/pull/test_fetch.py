@@ -302,14 +302,22 @@ def test_a_live_state_that_changes_is_told_to_the_reader() -> None:
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_live_state_that_changes_during_a_fetch_is_never_a_mixture(verify: bool) -> None:
     state, local = filled(1, 64 * MIB), filled(0, 64 * MIB)
+    changed = threading.Event()
 
     def change(event: ProgressEvent) -> None:
-        if event.bytes_moved and state["weight"][0] == 1:
+        if event.bytes_moved and not changed.is_set():
             state["weight"].fill_(2)
+            changed.set()
 
-    with serve(state, version=1, snapshot=False) as source:
+    def on_exchange(exchange: Exchange) -> None:
+        # The first chunks are copied before the change, and the others afterwards.
+        if exchange.chunks and 0 not in exchange.chunks:
+            exchange.hold(changed)
+        exchange.relay()
+
+    with serve(state, version=1, snapshot=False) as source, Proxy(source.address, on_exchange) as proxy:
         with pytest.raises(torchferry.FerryError, match="changed after it was published") as raised:
-            fetch(source.address, into=local, verify=verify, on_progress=change)
+            fetch(proxy.address, into=local, verify=verify, on_progress=change)
         assert isinstance(raised.value, torchferry.TargetTorn)
         assert raised.value.torn == ("weight",)
 

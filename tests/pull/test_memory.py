@@ -593,16 +593,17 @@ def test_nothing_is_shared_any_more_when_a_source_is_closed() -> None:
 def test_a_live_state_that_changes_during_a_fetch_is_never_a_mixture(verify: bool, atomic: bool) -> None:
     state, local = filled(1, 64 * MIB), filled(0, 64 * MIB)
 
-    def change(event: torchferry.ProgressEvent) -> None:
-        if event.bytes_moved and state["weight"][0] == 1:
-            state["weight"].fill_(2)
+    changed = threading.Event()
 
-    asked = count()
+    def change(event: torchferry.ProgressEvent) -> None:
+        if event.bytes_moved and not changed.is_set():
+            state["weight"].fill_(2)
+            changed.set()
 
     def on_exchange(exchange: Exchange) -> None:
-        # The change is made before the last chunks are copied.
-        if exchange.is_local and next(asked) == 6:
-            wait_until(lambda: state["weight"][-1] == 2, 10.0)
+        # The first chunks are copied before the change, and the others afterwards.
+        if exchange.is_local and 0 not in exchange.chunks:
+            exchange.hold(changed)
         exchange.relay()
 
     with serve(state, 1, snapshot=False) as source, Proxy(source.address, on_exchange, memory=True) as proxy:
