@@ -198,7 +198,8 @@ class _Fetch(Phases):
             self._receive(plan, needed, digests, landing)
             # If this fails, it is not known which tensors are complete.
             sink.unmark_whole()
-            state = self._caller.run(target.assemble, finish=True)
+            # Ctrl-C must not interrupt writes to local tensors.
+            state = self._caller.run(target.assemble, finish=local is not None)
             if target.loading is not None:
                 # In this thread, because `load_state_dict` is the user's code.
                 target.loading.load()
