@@ -13,16 +13,16 @@ from benchmarks.results import Results
 from benchmarks.tables import Table, target_table, workload_table
 
 _METHOD = """\
-Rank 0 sends, the other ranks receive. Each rank is a process. All ranks start together after a barrier. A
-round ends when the last rank is done; if a receiver sleeps, is stopped or is killed, when the others are
-done. Systems are interleaved, in a new order in every round, so that a
+The first rank sends (in `sources-4`, the first four), the others receive. Each rank is a process. All ranks
+start together after a barrier. A round ends when the last rank is done; if a receiver sleeps, is stopped or
+is killed, when the others are done. Systems are interleaved, in a new order in every round, so that a
 disturbance of the machine affects all systems alike. The first round is a warm-up and does not count. A
 system that needs more than eight seconds for its warm-up is not repeated; its warm-up is then its one round.
 
 A version that is fetched was published before the round, so the time is that of `fetch`, from call to return.
 `publish` has rows of its own; its receiver fetches every version, and only the time of `publish` counts. A
-fetch in place has `compare=False`: its target was overwritten before the round, so a comparison would only
-take time. Only where the receiver has the state already, its target is not overwritten, and fetch has
+fetch in place has `compare=False`: the receiver's tensors were overwritten before the round, so a comparison
+would only take time. Only where the receiver has the state already, they are not overwritten, and fetch has
 `compare=True`.
 
 After each round, outside the timed part, every received tensor is compared with the sent tensor by 128-bit
@@ -30,7 +30,7 @@ digests of its bits. Memory that is received into is overwritten with a pattern 
 
 Times are medians. IQR is the interquartile range divided by the median. Two systems are within noise of each
 other if their interquartile ranges overlap. A target is within noise if it lies between the ratios at the
-quartiles. The rate is the state's bytes, to all receivers together, divided by the median time.
+quartiles. The rate is the state's bytes, to all receivers whose time counts, divided by the median time.
 
 Bytes on the wire are what the kernel counts on the TCP sockets of the busiest receiver. Peak memory is the
 largest growth of a process's resident memory, in the round or in the warm-up; memory for a state that is

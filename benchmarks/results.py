@@ -74,7 +74,8 @@ class Measurement(msgspec.Struct, frozen=True):
     """All rounds of one case by one system. Without rounds, `problem` says why.
 
     `failed` is False if the system does not support the case. `state_bytes` is what each receiver gets, 0 if
-    the system moves nothing. `x` is the case's position on the workload's axis.
+    the system moves nothing. `receivers` is how many receivers' time counts. `x` is the case's position on
+    the workload's axis.
     """
 
     workload: str
@@ -102,7 +103,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_s(self) -> Quartiles | None:
-        """The state's bytes, to all receivers together, per second; None if the system moves nothing."""
+        """The state's bytes, to all receivers that are timed, per second; None if the system moves nothing."""
         total, seconds = self.state_bytes * self.receivers, self.seconds
         if not total or seconds is None:
             return None

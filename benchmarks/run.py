@@ -162,7 +162,7 @@ class _Entry:
             failed=self.failed,
             state_bytes=self.case.state.state_bytes if self.system.moves else 0,
             tensors=self.case.state.tensors,
-            receivers=self.case.receivers,
+            receivers=self.case.timed_receivers,
             x=self.case.x,
         )
 

@@ -16,7 +16,7 @@ from benchmarks.workloads import TORCH
 COLUMNS = ("median", "IQR", "rate", "on the wire", "peak memory", "speed vs torch")
 _LEGEND = (
     "median: time from the common start until the last rank is done. IQR: interquartile range / median. "
-    "rate: to all receivers together. speed vs torch: torch's PGTransport = 1."
+    "rate: to all receivers whose time counts. speed vs torch: torch's PGTransport = 1."
 )
 # By the start of a row's last cell.
 _STYLES = {

@@ -114,6 +114,11 @@ class Case:
         """The rank of the last receiver."""
         return self.ranks - 1
 
+    @property
+    def timed_receivers(self) -> int:
+        """The number of receivers whose time counts; of all receivers, if only the sender's time counts."""
+        return sum(not self.sends(rank) for rank in self.timed) or self.receivers
+
     def sends(self, rank: int) -> bool:
         """Whether a rank is a source."""
         return rank < self.sources
@@ -157,7 +162,7 @@ def workloads(size: Size) -> list[Workload]:
         _publish(size),
         _views(size),
         _gpt(size),
-        _sleeper(size, "sleeper", ("sleeper-awake", "sleeper-asleep"), 3, "all awake"),
+        _sleeper(size, "sleeper", ("sleeper-awake", "sleeper-asleep"), 3, "all awake", "on one machine"),
         _tensors(size),
         _receivers(size),
         _tensor_size(size),
@@ -173,7 +178,7 @@ def cluster_workloads(size: Size, hosts: int = MAX_HOSTS) -> list[Workload]:
     names = "fan-out-absent", "fan-out-asleep"
     every = (
         _fan_out(size, hosts),
-        _sleeper(size, "fan-out-sleeper", names, 2, "those two alone"),
+        _sleeper(size, "fan-out-sleeper", names, 2, "those two alone", "links of 1 Gbit/s"),
         _stopped(size),
         _unchanged_link(size),
         _sources(size),
@@ -333,12 +338,15 @@ def _gpt(size: Size) -> Workload:
     return replace(workload, targets=(*workload.targets, bytes_sent))
 
 
-def _sleeper(size: Size, name: str, names: tuple[str, str], receivers: int, versus: str) -> Workload:
+def _sleeper(
+    size: Size, name: str, names: tuple[str, str], receivers: int, versus: str, where: str
+) -> Workload:
     """Compare three receivers, of which the last sleeps, with `receivers` receivers that are awake."""
     # Several tensors: torch's PGTransport posts the sends of one tensor to all receivers before it waits.
     state = Uniform(16, size.pick(64 * KIB, MIB, 4 * MIB))
     asleep_s = size.pick(3, 10, 30) / 10
-    title = f"{state.state_bytes // MIB} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s"
+    mebibytes = state.state_bytes // MIB
+    title = f"{mebibytes} MiB to 3 receivers without relays, one asleep for {asleep_s:g} s, {where}"
     awake = Case(names[0], state, (FERRY, TORCH), in_place=True, receivers=receivers, timed=(1, 2))
     asleep = replace(awake, name=names[1], receivers=3, asleep_s=asleep_s)
     figures = Figure(asleep.name, FERRY), Figure(awake.name, FERRY)

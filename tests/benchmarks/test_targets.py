@@ -101,7 +101,7 @@ def test_the_cluster_compares_one_to_six_receivers_with_torch() -> None:
     fan_out, sleeper, *_ = cluster_workloads(Size.FULL)
     assert fan_out.targets[0].title.startswith("128 MiB to 6 receivers, 7 hosts with 1 Gbit/s links")
     assert (fan_out.targets[0].limit, fan_out.targets[0].at_least) == (1.15, False)
-    assert sleeper.title == "64 MiB to 3 receivers without relays, one asleep for 3 s"
+    assert sleeper.title == "64 MiB to 3 receivers without relays, one asleep for 3 s, links of 1 Gbit/s"
     compared = [case for case in fan_out.cases if {FERRY, FETCH_RESHARE, TORCH} <= set(case.systems)]
     assert [(case.receivers, case.relay) for case in compared] == [
         (1, False),

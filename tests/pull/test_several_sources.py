@@ -182,7 +182,7 @@ def test_a_chunk_that_is_overdue_is_asked_for_elsewhere_after_its_connection_was
     result = fetched(receiver, proxies)
     slow, _ = by_source(result, proxies)
     [failure] = slow.failures
-    assert failure.startswith("the source was too slow, so its connection was closed: no bytes for 1")
+    assert failure.startswith("the connection was too slow, so it was closed: no bytes for 1")
     assert 0.9 < closed_s[0] - stalled.happened_s < 1.5
     again = [when_s for when_s, chunks in asked if held[0].start in chunks]
     # The kernel may tell the proxy of the end a moment later.

@@ -17,29 +17,29 @@ from torchferry.errors import StateError
 
 STATE = {"w": torch.arange(3 << 20)}  # 24 MiB
 RATE = 20e6
-"""Bytes per second of a connection: both are needed for a while."""
+"""Bytes per second of a connection: so few that both connections deliver chunks."""
 
 
 @contextmanager
-def between(on_second_connection: Callable[[Exchange], None]) -> Iterator[Proxy]:
-    """A proxy that lets a function answer all connections that ask for chunks, but the first."""
-    first: list[socket.socket] = []
+def proxied(on_other_connections: Callable[[Exchange], None]) -> Iterator[Proxy]:
+    """Serve STATE through a proxy. A function gets all connections that ask for chunks, but the first."""
+    connections: list[socket.socket] = []
 
     def answer(exchange: Exchange) -> None:
         if exchange.step == "chunks":
-            first.append(exchange.connection)
-            if exchange.connection is not first[0]:
-                on_second_connection(exchange)
+            connections.append(exchange.connection)
+            if exchange.connection is not connections[0]:
+                on_other_connections(exchange)
                 return
         exchange.relay()
 
     with torchferry.serve(STATE, version=1) as source, Proxy(source.address, answer, RATE) as proxy:
         yield proxy
-        assert len({id(each) for each in first}) > 1, "a second connection asked for chunks"
+        assert len({id(each) for each in connections}) > 1, "a second connection asked for chunks"
 
 
 def test_a_lane_whose_connections_break_ends_alone() -> None:
-    with between(Exchange.reset) as proxy:
+    with proxied(Exchange.reset) as proxy:
         got = torchferry.fetch(proxy.address, timeout=20)
     assert torch.equal(got.state["w"], STATE["w"])
     assert got.report.sources[proxy.peer].failures
@@ -54,7 +54,7 @@ def test_a_silent_connection_is_replaced_although_there_is_no_other_source() -> 
             exchange.hold()
         exchange.relay()
 
-    with between(hold_once) as proxy:
+    with proxied(hold_once) as proxy:
         got = torchferry.fetch(proxy.address, timeout=20)
     assert torch.equal(got.state["w"], STATE["w"])
     assert any("no bytes for" in each for each in got.report.sources[proxy.peer].failures)

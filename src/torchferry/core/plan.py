@@ -132,4 +132,6 @@ def samples_of(first: Extent, last: Extent) -> tuple[Extent, Extent]:
 
 def _check_count(chunks: int, chunk_bytes: int) -> None:
     if chunks > MAX_CHUNKS:
-        raise TooManyChunks(f"the state needs more than {MAX_CHUNKS} chunks of {chunk_bytes} bytes")
+        raise TooManyChunks(
+            f"the state needs {chunks:,} chunks of up to {chunk_bytes:,} bytes; the limit is {MAX_CHUNKS:,}"
+        )

@@ -3,8 +3,8 @@
 Time is an argument, so that the simulation uses the same rules.
 
 A lane is a thread that fetches from one source. It connects when that is needed, and requests a range of
-chunks at a time, so faster sources deliver more. If a lane is overdue, its connection is shut down, its
-chunks are needed again, and it reconnects later.
+chunks at a time, so faster sources deliver more. If a lane is overdue and another one can deliver its chunks,
+its connection is shut down, and its chunks are needed again.
 """
 
 from collections import Counter, deque
@@ -27,7 +27,7 @@ RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
 small, because a peer keeps sending what a stopped receiver has requested."""
 
 OVERDUE_S = 1.0
-"""How long a chunk may be late before another source is asked for it."""
+"""How long a chunk may be late before another lane requests it."""
 
 PEER_S = 0.03
 """How long a peer, another receiver, may send no bytes and not answer whether it is alive. Short, because the
@@ -40,12 +40,12 @@ _SLOW = 4
 """A chunk is late if it takes this many times as long as chunks usually take."""
 
 _MAX_FAILURES = 3
-"""How many times in a row a lane may break or deliver damage before its source is given up."""
+"""How many times in a row a lane may break or deliver damage before it ends."""
 
 
 @dataclass
 class Backoff:
-    """Whether to ask a source again: after a delay if it was overdue, and not if it failed repeatedly.
+    """When to ask a source again that was overdue, and which of its lanes end because they failed repeatedly.
 
     The delay doubles, and is reset when a chunk lands. Failures are counted by lane.
 
@@ -68,7 +68,7 @@ class Backoff:
         self._until_s = now_s + self._delay_s
 
     def failed(self, lane: int) -> bool:
-        """Note that a lane broke, or delivered a damaged chunk; return whether to give the source up."""
+        """Note that a lane broke, or delivered a damaged chunk; return whether the lane ends."""
         self._failures[lane] += 1
         return self._failures[lane] > _MAX_FAILURES
 
@@ -138,9 +138,9 @@ class Schedule:
     def take(self, lane: int, parts: int, now_s: float, peer_s: float | None = None) -> range:
         """Return the chunks that a lane requests next; empty if none is left.
 
-        They are one of `parts` parts of what is needed, or less. With more parts than lanes, the lanes
-        request less and less, and finish at about the same time. `peer_s` is how long the other side may be
-        silent if it is another receiver.
+        They are at most one of `parts` parts of what is needed, but at least one chunk, and what arrives in
+        MIN_REQUEST_S. With more parts than lanes, the lanes request less and less, and finish at about the
+        same time. `peer_s` is how long the other side may be silent if it is another receiver.
         """
         if not self._needed:
             return range(0)
@@ -164,8 +164,8 @@ class Schedule:
     def heard(self, lane: int, heard_s: float, alive_asked_s: float = 0.0) -> None:
         """Note when a lane last received some bytes, or another receiver showed that it is alive.
 
-        `alive_asked_s` is when the other receiver was asked whether it is alive. It has PEER_S / 2 to answer,
-        also if it was asked late.
+        `alive_asked_s` is when the other receiver was asked whether it is alive. It has at least PEER_S / 2
+        to answer, also if it was asked late.
         """
         if lane in self._asked:
             heard_s = max(heard_s, alive_asked_s - PEER_S / 2)
@@ -211,6 +211,15 @@ class Schedule:
         """Return whether a lane that is overdue received nothing for too long."""
         asked = self._asked[lane]
         return asked.heard_s + _max_silence_s(asked) <= now_s
+
+    def why_overdue(self, lane: int, now_s: float) -> str:
+        """Return why a lane is overdue."""
+        asked = self._asked[lane]
+        if self.is_silent(lane, now_s):
+            return f"no bytes for {now_s - asked.heard_s:.2g} s"
+        if self._late_s(asked) <= now_s:
+            return f"its next chunk took {now_s - asked.began_s:.2g} s"
+        return f"the others waited for its last chunks, which took {now_s - asked.asked_s:.2g} s"
 
     def _late_s(self, asked: _Asked) -> float:
         """Return when a lane becomes overdue."""

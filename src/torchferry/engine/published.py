@@ -29,7 +29,7 @@ _READ_BYTES = 4 << 20
 """A snapshot is read in pieces of this size."""
 
 _TWO_THREADS_BYTES = 32 << 20
-"""A state of this size or more is copied and hashed by two threads."""
+"""A CPU state of this size or more is hashed, and for a snapshot copied, by two threads on two cores."""
 
 
 class SnapshotBlock(NamedTuple):
@@ -54,7 +54,7 @@ class SnapshotMemory:
             return kept
         del kept  # before the next block is allocated
         check_room(nbytes, "the snapshot")
-        # The kernel may have no such files, or limit their size.
+        # The kernel may have no memfd, or limit its size. Then receivers on this machine use TCP.
         with suppress(OSError):
             shared = SharedBlock(nbytes)
             return SnapshotBlock(shared.tensor, shared)
@@ -153,7 +153,7 @@ def publish(
     if copy_up_to and not snapshot:
         described = described.with_copies(copy_up_to)
     encoded = metadata.encode(described.manifest, workspace.cache)
-    # Only a state of more than 256 GiB has larger chunks.
+    # Larger chunks only if there would be too many of 1 MiB.
     sizes = [PULL_CHUNK_BYTES << shift for shift in (0, 2, 4, 6)]
     plan = metadata.plan_outgoing(encoded, workspace.cache, sizes, pack_from=1)
     source = ChunkSource(described, plan, workspace.staging, lambda device: device.type == "cpu")

@@ -75,7 +75,7 @@ class Receiving:
     are needed. `in_order` is for resharing: a single source gets one lane too, and requests are small, so
     chunks arrive in order, and soon for the receivers that take them from this one.
 
-    The calling thread calls `check` every `check_every_s`, or if this `needs_check`, until `is_done`.
+    The calling thread calls `check` every `check_every_s`, and whenever this `needs_check`, until `is_done`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Receiving:
             lanes = source.max_lanes if is_one else 1
             wanted += [source] * (lanes - sum(lane.source is source for lane in self._lanes))
         new = [_Lane(number, source) for number, source in enumerate(wanted, len(self._lanes))]
-        # How much a lane asks for depends on how many there are.
+        # All are in the list before one starts: the size of a request depends on their number.
         self._lanes += new
         for lane in new:
             try:
@@ -179,9 +179,9 @@ class Receiving:
         ]
 
     def _end_overdue(self) -> None:
-        """End connections whose next chunk is overdue, if another source can deliver it, or another lane.
+        """Shut down overdue connections, if another source can deliver their chunks, or another lane.
 
-        A source that is in backoff, overdue itself or still connecting can't.
+        A source that is in backoff, connecting, or has an overdue lane can't.
         """
         now_s, serving = time.monotonic(), self._sources.serving()
         with self._changed:
@@ -190,18 +190,16 @@ class Receiving:
             self._note_activity(connections, now_s)
             overdue = self._schedule.overdue(now_s)
             busy = {lane.source for lane in self._lanes if lane.is_connecting or lane.number in overdue}
-            able = [each for each in serving if each not in busy and not each.backoff.is_active(now_s)]
+            others = [each for each in serving if each not in busy and not each.backoff.is_active(now_s)]
             for number in overdue:
                 lane, connection = self._lanes[number], connections[number]
                 siblings = [each for each in self._siblings(lane) if each.number not in overdue]
-                if connection is not None and (able or any(connections[each.number] for each in siblings)):
-                    is_silent = self._schedule.is_silent(number, now_s)
-                    if able:
-                        slow_peer = lane.source.is_peer and not is_silent
-                        lane.backoff_s = PEER_BACKOFF_S if slow_peer else OVERDUE_S
-                    silent_s = now_s - connection.heard_s
-                    why = f"no bytes for {silent_s:.2g} s" if is_silent else "a chunk took too long"
-                    connection.shut_down(f"{TOO_SLOW}: {why}")
+                if connection is None or not (others or any(connections[each.number] for each in siblings)):
+                    continue
+                if others:
+                    slow_peer = lane.source.is_peer and not self._schedule.is_silent(number, now_s)
+                    lane.backoff_s = PEER_BACKOFF_S if slow_peer else OVERDUE_S
+                connection.shut_down(f"{TOO_SLOW}: {self._schedule.why_overdue(number, now_s)}")
 
     def _note_activity(self, connections: Sequence[HttpConnection | None], now_s: float) -> None:
         """Note when each lane last received bytes. Ask peers that are silent whether they are alive."""
@@ -231,9 +229,10 @@ class Receiving:
     # A lane.
 
     def _deliver(self, lane: _Lane) -> None:
-        """Request and receive ranges of chunks, until none is needed or this fails.
+        """Request and receive ranges of chunks, until none is needed.
 
-        The source is given up if it has no other lane, or if its answers can't be used.
+        If this fails, the lane ends. Its source is given up if that was its last lane, or if its answers
+        can't be used.
         """
         source = lane.source
         try:
@@ -364,7 +363,7 @@ class Receiving:
             self._changed.notify_all()
 
     def _recover(self, lane: _Lane, grant: Grant | None, error: LinkError) -> None:
-        """Let other lanes take what this one did not deliver; raises an error if its source is given up."""
+        """Let other lanes take what this one did not deliver; raises an error that ends the lane."""
         source = lane.source
         self._reset(lane)
         backoff_s, lane.backoff_s = lane.backoff_s, None
@@ -377,8 +376,8 @@ class Receiving:
             if backoff_s is not None:
                 self._sources.set_back(source, backoff_s)
                 return
-            is_lost = source.backoff.failed(lane.number)
-        if is_lost:
+            is_last = source.backoff.failed(lane.number)
+        if is_last:
             raise Corrupted(error.paths) if isinstance(error, _Damaged) else error
         if isinstance(error, LeaseEnded) and grant is not None:
             source.renew(self._sources.wanted, grant, self._deadline_s)

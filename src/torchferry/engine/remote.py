@@ -45,7 +45,7 @@ _LEAVE_S = 1.0
 MAX_LANES = 2
 """How many connections read chunks from a single source at most."""
 
-TOO_SLOW = "the source was too slow, so its connection was closed"
+TOO_SLOW = "the connection was too slow, so it was closed"
 
 
 class LeaseEnded(LinkBroken):
@@ -91,7 +91,8 @@ class RemoteSource:
     `own_address`. `heard_s` is when bytes of metadata last arrived.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
-    connection that breaks. It also takes the requests that are not for chunks, if no other thread uses it.
+    connection that breaks. It also takes the requests for metadata (of a single source), `damaged` and
+    `result`, if no other thread uses it. `alive` has a connection of its own.
 
     Requests raise LinkError if the connection fails, is too slow or its token is wrong, LeaseEnded if `renew`
     may help, and PeerError if the answer can't be used or is an error.
@@ -294,9 +295,9 @@ class RemoteSource:
     def max_lanes(self) -> int:
         """How many connections to open for chunks.
 
-        One for a ring. MAX_LANES for a snapshot, through memory or over TCP without TLS. A live state and TLS
-        take as much of the source's time as of this process's, and the source may be on this machine: then
-        MAX_LANES only if this process may use more cores than that.
+        One for a ring. MAX_LANES for a snapshot, through memory or over TCP without TLS. For a live state
+        over TCP, and with TLS, the source needs as much of a core as this process, and may be on this
+        machine: MAX_LANES if this process may use more cores than MAX_LANES, or else one.
         """
         if self.uses_ring:
             return 1
@@ -389,20 +390,25 @@ class RemoteSource:
     def _ask_on_control(
         self, ask: Callable[[HttpConnection], T], timeout_s: float, *, reuse: bool = True
     ) -> T:
-        """Call `ask` with a connection from `_connected`, and once more if that was closed while idle."""
+        """Call `ask` with a connection from `_connected`.
+
+        If a connection that was used before breaks without an answer, call it once more with a new one. The
+        source may have handled the first request.
+        """
         began_s, used = time.monotonic(), None
         try:
             with self._connected(timeout_s, reuse=reuse) as used:
                 return ask(used)
         except LinkBroken:
-            if used is None or used.heard_s >= began_s:  # it is new, or it broke later
+            is_unanswered = used is not None and used.heard_s < began_s
+            if not is_unanswered:
                 raise
         with self._connected(timeout_s, reuse=False) as fresh:
             return ask(fresh)
 
     @contextmanager
     def _connected(self, timeout_s: float, *, reuse: bool = True) -> Iterator[HttpConnection]:
-        """Yield a connection for requests: the one that opened the lease, with `reuse` and if it is free."""
+        """Yield a connection for requests: with `reuse`, that of the lease if it is free; or a new one."""
         with self._lock:
             control = self._control if reuse and self._control is not None and self._control.is_free else None
             if control is not None:
@@ -465,7 +471,9 @@ def _error_of(status: int, answer: bytes) -> FerryError | None:
     if status == pull.UNAUTHORIZED:
         return NotAuthorized("the source does not accept the token: pass `source.address` as it is")
     if status == pull.TOO_MANY:
-        return LinkBroken("the source has too many connections")
+        return LinkBroken(
+            "the source has as many connections as it allows (503): fetch with fewer receivers at once"
+        )
     try:
         reason = show_text(decode_value(answer, pull.failure_decoder).reason)
     except PeerError:

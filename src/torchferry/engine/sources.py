@@ -160,7 +160,7 @@ class Sources:
         If the source is on this machine, they are ignored: nothing is faster than its memory.
         """
         given = next(source for source in self.all if source.grant is grant)
-        # Only numeric addresses: a source can't make this process resolve names, or connect to itself.
+        # Only numeric addresses, so that a source can't make this process resolve names. Not this receiver.
         named = [
             peer
             for peer in grant.peers

@@ -48,7 +48,7 @@ class ResponseHead:
 
 
 class HttpConnection:
-    """A connection to a server. One thread uses it and closes it; any thread may shut it down.
+    """A connection to a server. One thread at a time uses it; any thread may shut it down.
 
     `heard_s` is when it last received something. `connecting` is called with this object before it connects,
     so that another thread can shut it down while it connects. With `local`, it connects to the Unix socket of
@@ -97,7 +97,7 @@ class HttpConnection:
         except (OSError, UnicodeError) as error:
             with suppress(AttributeError):  # there is no socket if the host has no address
                 self.close()
-            raise self._translated(error) from error
+            raise self._translated(error, "could not connect within") from error
 
     def _raise_if_shut_down(self) -> None:
         if self._shut_down_reason:
@@ -153,7 +153,7 @@ class HttpConnection:
             self._sock.sendall(head + body)
             self._parsers.append(parser)
         except OSError as error:
-            raise self._translated(error) from error
+            raise self._translated(error, "the source took no bytes of the request for") from error
 
     def read_head(self) -> ResponseHead:
         """Read the head of the next response. The whole body of the one before must have been read.
@@ -315,7 +315,7 @@ class HttpConnection:
             sockets.shut_down(self._sock)
 
     def close(self) -> None:
-        """Close the socket. Only the thread that uses the connection does that."""
+        """Close the socket. No other thread may use the connection."""
         self._forget_descriptors()
         if self._ring is not None:
             self._ring.close()
@@ -330,10 +330,12 @@ class HttpConnection:
             close_memfds()
         sockets.close_descriptor(self._sock)
 
-    def _translated(self, error: Exception) -> LinkBroken | LinkTimeout:
+    def _translated(
+        self, error: Exception, late: str = "the source sent nothing for"
+    ) -> LinkBroken | LinkTimeout:
         peer = str(self.address)
         if isinstance(error, TimeoutError):
-            return LinkTimeout(f"the source sent nothing for {self._sock.gettimeout() or 0:.3g} s", peer=peer)
+            return LinkTimeout(f"{late} {self._sock.gettimeout() or 0:.3g} s", peer=peer)
         if self._shut_down_reason:
             return LinkBroken(self._shut_down_reason, peer=peer)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

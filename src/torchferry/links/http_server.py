@@ -162,7 +162,7 @@ class _Connection:
                 sent += os.sendfile(self.sock.fileno(), descriptor, offset + sent, len(data) - sent)
             except BlockingIOError:
                 if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
-                    raise TimeoutError("the client took no bytes in time") from None
+                    raise TimeoutError(f"the client took no bytes for {timeout_s:g} s") from None
             except OSError as error:
                 if error.errno not in _NO_SENDFILE:
                     raise
@@ -288,7 +288,7 @@ class HttpServer:
             return not poll.poll(0)
 
     def close(self, finish_s: float = LAST_ANSWERS_S) -> None:
-        """Accept no more connections, finish the answers that were begun, and shut down all."""
+        """Accept no more connections, finish the answers that were begun, and shut down all connections."""
         self.stop_listening()
         with self._lock:
             connections = self._admitted.values()
@@ -349,7 +349,7 @@ class HttpServer:
             self._selector.close()
 
     def _expire(self) -> float | None:
-        """Close pending connections that took too long; return when to look again."""
+        """Close pending connections that took too long; return in how many seconds to look again."""
         now_s = time.monotonic()
         for connection in list(self._pending.values()):
             if now_s < connection.since_s + PENDING_S:

@@ -97,13 +97,14 @@ def _unmap(address: int, nbytes: int, process: int) -> None:
 
 
 class SharedBlock:
-    """Memory of this process that others may map. `tensor` views it as bytes, and keeps it mapped.
+    """Memory of this process that others may read or map. `tensor` views it as bytes, and keeps it mapped.
 
     The file is open as long as this object exists. Raises OSError if there is not enough memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Such memory may outlive this process, so the OOM killer might kill other processes first.
+        # If shared memory used up the machine's, the OOM killer might kill other processes in vain: it stays
+        # as long as any process has it.
         if nbytes > (available := _available_bytes()):
             raise OSError(
                 errno.ENOMEM, f"{nbytes} bytes of shared memory are needed, {available} are available"
@@ -145,7 +146,7 @@ def _use_huge_pages(descriptor: int, mapping: Mapping) -> None:
         began_s = time.monotonic()
         # MADV_COLLAPSE needs at least one page in the range.
         os.pwrite(descriptor, b"\0", start)
-        # Linux before 6.1 returns an error.
+        # Linux before 6.1, or without a free huge page, returns an error. Small pages do.
         if _libc.madvise(mapping.address + start, _HUGE_PAGE_BYTES, _MADV_COLLAPSE):
             return
         took_s = time.monotonic() - began_s

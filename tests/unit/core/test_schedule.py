@@ -163,6 +163,7 @@ def test_a_silent_lane_is_overdue_after_a_second() -> None:
     schedule.heard(7, 10.5)
     assert schedule.overdue(10.4 + OVERDUE_S) == []
     assert schedule.overdue(10.5 + OVERDUE_S) == [7]
+    assert schedule.why_overdue(7, 10.5 + OVERDUE_S) == "no bytes for 1 s"
     schedule.heard(7, 3.0)
     assert schedule.overdue(10.4 + OVERDUE_S) == [], "an older time changes nothing"
 
@@ -176,6 +177,7 @@ def test_a_lane_that_is_never_silent_but_far_slower_than_usual_is_overdue() -> N
         assert schedule.overdue(tenth / 10) == []
     schedule.heard(0, 1.51)
     assert schedule.overdue(1.51) == [0], "four times 0.1 s, and a second"
+    assert schedule.why_overdue(0, 1.51) == "its next chunk took 1.4 s"
 
 
 def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
@@ -188,6 +190,7 @@ def test_a_lane_that_holds_up_the_end_is_overdue() -> None:
     # It is far slower than the other lane, but never silent, and no chunk takes 1 s.
     for number, chunk in enumerate(range(4, 16)):
         if schedule.overdue(0.5 * number):
+            assert schedule.why_overdue(1, 0.5 * number).startswith("the others waited for its last chunks")
             break
         schedule.landed(1, [chunk], 0.5 * number)
     assert 1.0 < 0.5 * number <= 2.0, "12 chunks take the other lane 0.12 s, and four times that is allowed"
