@@ -103,7 +103,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_s(self) -> Quartiles | None:
-        """The state's bytes, to all receivers that are timed, per second; None if the system moves nothing."""
+        """The state's bytes, to all timed receivers, per second; None if the system moves nothing."""
         total, seconds = self.state_bytes * self.receivers, self.seconds
         if not total or seconds is None:
             return None

@@ -212,7 +212,7 @@ class Receiving:
                     heard_s = max(heard_s, source.answered_s)
                     if now_s > heard_s + PEER_S / 2 and self._schedule.is_asked(lane.number):
                         source.ask_if_alive()
-                self._schedule.heard(lane.number, heard_s, source.asked_s)
+                self._schedule.heard(lane.number, heard_s, source.alive_asked_s)
 
     def stop(self) -> None:
         """End all lanes, so that nothing is written any more."""

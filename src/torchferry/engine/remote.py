@@ -84,11 +84,11 @@ class _Control:
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
-    `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent, `asked_s`
-    when it was asked whether it is alive, and `answered_s` when it last answered that. `connect_s` is how
-    long connecting took. `listen_at(host)` listens for peers that fetch from this process, and returns the
-    port; `host` is this process's own address, as seen from the source. `open` keeps host and port in
-    `own_address`. `heard_s` is when bytes of metadata last arrived.
+    `is_peer` says that the source is another receiver. `peer_s` is then how long it may be silent,
+    `alive_asked_s` when it was asked whether it is alive, and `answered_s` when it last answered that.
+    `connect_s` is how long connecting took. `listen_at(host)` listens for peers that fetch from this process,
+    and returns the port; `host` is this process's own address, as seen from the source. `open` keeps host and
+    port in `own_address`. `heard_s` is when bytes of metadata last arrived.
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks. It also takes the requests for metadata (of a single source), `damaged` and
@@ -110,7 +110,7 @@ class RemoteSource:
     ) -> None:
         self.is_peer = is_peer
         self.peer_s = PEER_S if is_peer else None
-        self.asked_s = self.answered_s = 0.0
+        self.alive_asked_s = self.answered_s = 0.0
         self.connect_s = 0.0
         self._listen_at = listen_at
         self.own_address: tuple[str, int] | None = None
@@ -339,10 +339,10 @@ class RemoteSource:
     def ask_if_alive(self) -> None:
         """Let the thread in `keep_alive` send a request now. If the source answers, `answered_s` is set.
 
-        `asked_s` is when this was called first since the last answer.
+        `alive_asked_s` is when this was called first since the last answer.
         """
-        if self.asked_s <= self.answered_s:
-            self.asked_s = time.monotonic()
+        if self.alive_asked_s <= self.answered_s:
+            self.alive_asked_s = time.monotonic()
         self._wake.set()
 
     def keep_alive(self) -> None:

@@ -44,7 +44,7 @@ _PEER_ANSWERS_S = 10.0
 class Sources:
     """The sources of a fetch: those that were given, and peers, which are other receivers that reshare.
 
-    Threads of the fetch share it; `changed` guards it.
+    Threads of the fetch share it. `changed` guards its lists, its counters and the errors of its sources.
 
     `chosen` is the grant of the version to fetch, once it is known. `is_final` is set when the metadata of
     that version was verified. Once `is_over` is set, lanes stop, and no source is given up any more;
@@ -67,7 +67,7 @@ class Sources:
             RemoteSource(address, tls, max_metadata_bytes, via, listen_at=listen_at) for address in addresses
         ]
         self._peers: list[RemoteSource] = []  # those that were not asked yet, the best first
-        self._asked_s: dict[RemoteSource, float] = {}  # when peers were asked
+        self._lease_asked_s: dict[RemoteSource, float] = {}  # when peers were asked
         self.unanswered = set(self.all)
         self.wanted = wanted
         self.chosen: Grant | None = None
@@ -191,17 +191,17 @@ class Sources:
         now_s, serving = time.monotonic(), self.serving()
         with self.changed:
             peers = [each for each in serving if each.is_peer and not each.backoff.is_active(now_s)]
-            asked = [each for each, since_s in self._asked_s.items() if now_s < since_s + OVERDUE_S]
+            asked = [each for each, since_s in self._lease_asked_s.items() if now_s < since_s + OVERDUE_S]
             due = [each for each in asked if each in self.unanswered]
             while self.chosen is not None and self._peers and len(peers) + len(due) < _PEERS:
                 peer = self._peers.pop(0)
                 self.all.append(peer)
                 self.unanswered.add(peer)
-                self._asked_s[peer] = now_s
+                self._lease_asked_s[peer] = now_s
                 due.append(peer)
                 wanted = structs.replace(self.wanted, version=self.chosen.version, newer_than=None)
                 self.start(self._open, peer, wanted, _PEER_ANSWERS_S)
-            asked_for_s = now_s - next(iter(self._asked_s.values()), now_s)
+            asked_for_s = now_s - next(iter(self._lease_asked_s.values()), now_s)
             given = [each for each in serving if not each.is_peer]
             # On a long link, an answer takes several round trips.
             answers_s = PEER_S + 4 * max((each.connect_s for each in given), default=0.0)

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -170,40 +170,47 @@ class _Connection:
                 return
 
     def respond(self, response: Response, *, last: bool = False) -> None:
-        nbytes = response.nbytes or len(response.body)
         ring = None if response.buffers is None else self.ring
-        passed = response.memory if response.buffers is None else ring
-        # HTTP forbids Content-Length in a response with status 204.
+        self._send_head(response, ring, last=last)
+        if response.body:
+            self.parser.send_with_data_passthrough(h11.Data(data=response.body))
+        if response.buffers is not None:
+            with closing(response.buffers) as buffers:
+                self._send_buffers(buffers, response, ring)
+        self.parser.send(h11.EndOfMessage())
+        if ring is not None:
+            # Read all signals of the client. What it sends next is a request.
+            ring.flush()
+
+    def _send_head(self, response: Response, ring: Ring | None, *, last: bool) -> None:
+        """Send the head, with `body` and a descriptor if there are any."""
         headers = [*response.headers]
         headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
-        headers += [("Content-Length", str(nbytes))] if response.status != 204 else []
+        if response.status != 204:  # HTTP forbids it there
+            headers.append(("Content-Length", str(response.nbytes or len(response.body))))
         headers += [("Connection", "close")] if last else []
         head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
         data = (head or b"") + response.body
+        passed = response.memory if response.buffers is None else ring
         if passed is not None:
             # A few hundred bytes are always sent in one call.
             socket.send_fds(self.sock, [data], [passed.descriptor])
         else:
             self._send(memoryview(data))
-        if response.body:
-            self.parser.send_with_data_passthrough(h11.Data(data=response.body))
-        if response.buffers is not None:
-            file = None if isinstance(self.sock, ssl.SSLSocket) else response.memory
-            offset = response.offset
-            with closing(response.buffers) as buffers:
-                for buffer in buffers:
-                    if ring is not None:
-                        ring.fill(address_of(buffer), len(buffer))
-                    elif file is not None:
-                        self._send_file(file.descriptor, offset, buffer)
-                        offset += len(buffer)
-                    else:
-                        self._send(buffer)
-                    self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
-        self.parser.send(h11.EndOfMessage())
-        if ring is not None:
-            # Read all signals of the client. What it sends next is a request.
-            ring.flush()
+
+    def _send_buffers(self, buffers: Iterable[memoryview], response: Response, ring: Ring | None) -> None:
+        """Send the buffers: through a ring, or from the pages of a file where that is possible."""
+        file = None if isinstance(self.sock, ssl.SSLSocket) else response.memory
+        offset = response.offset
+        for buffer in buffers:
+            if ring is not None:
+                ring.fill(address_of(buffer), len(buffer))
+            elif file is not None:
+                self._send_file(file.descriptor, offset, buffer)
+                offset += len(buffer)
+            else:
+                self._send(buffer)
+            self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
 
     def wait_for_signals(self, most: int) -> int:
         signals = self.sock.recv(most)
