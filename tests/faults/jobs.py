@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,22 @@ class RepeatableWork:
         if not self._done:
             self._work.wait(timeout_s)
             self._done = True
+
+
+class DelayedWork(RepeatableWork):
+    """A message that is posted `pause_s` after the wait for it began."""
+
+    def __init__(self, post: Post, buffer: torch.Tensor, pause_s: float) -> None:
+        super().__init__(None)
+        self._post = partial(post, buffer)
+        self._pause_s = pause_s
+
+    def wait(self, timeout_s: float) -> None:
+        """Post the message after the pause, and wait for it."""
+        if self._work is None:
+            time.sleep(self._pause_s)
+            self._work = self._post()
+        super().wait(timeout_s)
 
 
 Post = Callable[[torch.Tensor], RepeatableWork]

@@ -32,6 +32,7 @@ from tests.faults.jobs import (
     LENGTH,
     PATHS,
     CallbackError,
+    DelayedWork,
     Fault,
     Interceptor,
     Post,
@@ -179,13 +180,13 @@ def test_a_wait_for_a_silent_peer_ends_at_the_timeout_and_not_at_the_group_timeo
 
 
 def delay_each_message(pause_s: float) -> Interceptor:
-    """Delay each message: each one is in time, all together are late."""
+    """Delay each message: each one is in time, all together are late.
+
+    The pause is part of the wait for a message. While a lane waits, it finds that its peer is gone.
+    """
 
     def intercept(position: int, buffer: torch.Tensor, post: Post, before: list[RepeatableWork]) -> Any:
-        for earlier in before:
-            earlier.wait(FAR_S)
-        time.sleep(pause_s)
-        return post(buffer)
+        return DelayedWork(post, buffer, pause_s)
 
     return intercept
 

@@ -19,6 +19,7 @@ from tests.faults.controller import (
     wait_until_idle,
     wait_until_stopped,
 )
+from tests.support.proxy import Exchange, Proxy
 from tests.support.pull import MIB, FetchResult, Resources, fetch_into, is_idle, serve_state
 from tests.support.solo import Solos
 from torchferry.core.schedule import OVERDUE_S
@@ -123,9 +124,16 @@ def test_a_slow_on_progress_does_not_delay_the_end_of_a_stalled_fetch(
 ) -> None:
     source, receiver = solos.get("source-0"), solos.get("receiver")
     address = source.run(serve_state, LAYER_BYTES)
+
+    def on_exchange(exchange: Exchange) -> None:
+        if exchange.chunks and 0 not in exchange.chunks:
+            wait_until_stopped(source.pid)
+        exchange.relay()
+
     try:
-        job = partial(fetch_and_stop_sources, stall_timeout=STALL_S, timeout=20.0)
-        result: FetchResult = receiver.run(job, [address], [source.pid], callback_s)
+        with Proxy(address, on_exchange) as proxy:
+            job = partial(fetch_and_stop_sources, stall_timeout=STALL_S, timeout=20.0)
+            result: FetchResult = receiver.run(job, [proxy.address], [source.pid], callback_s)
     finally:
         source.signal(signal.SIGCONT)
     assert isinstance(result.error, TimeoutError), result.error

@@ -1,5 +1,6 @@
 """The thread that calls `fetch`: it waits while other threads work, and reports progress."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,32 +51,39 @@ class Caller:
     def run(self, work: Callable[..., T], *args: object, until_s: float = inf, finish: bool = False) -> T:
         """Run `work` in a thread, and report progress meanwhile; raises LinkTimeout at `until_s`.
 
-        With `finish`, an exception in the calling thread waits until the work is done. Without `on_progress`,
-        `until_s` and `finish`, no thread is needed.
+        With `finish`, an exception in the calling thread is raised when the work is done, or before it began.
+        Without `on_progress`, `until_s` and `finish`, no thread is needed.
         """
         if self._on_progress is None and until_s == inf and not finish:
             return work(*args)
         results: list[T] = []
         errors: list[BaseException] = []
         is_inference = torch.is_inference_mode_enabled()  # of this thread
+        ended = threading.Event()
+        turn = threading.RLock()  # whoever takes it first decides whether the work begins
 
         def run() -> None:
+            if not turn.acquire(blocking=False):
+                return
             try:
                 with torch.inference_mode(is_inference):
                     results.append(work(*args))
             except BaseException as error:
                 errors.append(error)
+            ended.set()
             with self._sources.changed:
                 self._sources.changed.notify_all()
 
         began_s = time.monotonic()
-        thread = self._sources.start(run)
         try:
-            self.wait(lambda: bool(results or errors), until_s)
+            # Ctrl-C may arrive while the thread is being started, and works already.
+            self._sources.start(run)
+            self.wait(ended.is_set, until_s)
         except BaseException:
-            while finish and thread.is_alive():
+            while finish:
                 with suppress(KeyboardInterrupt):  # a second one
-                    thread.join()
+                    if turn.acquire(blocking=False) or ended.wait():
+                        break
             raise
         if errors:
             raise errors.pop()  # a reference to it here would be a cycle

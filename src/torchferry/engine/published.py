@@ -207,13 +207,16 @@ def _map_chunks(work: Callable[[Chunk], int], chunks: Sequence[Chunk], *, parall
     try:
         try:
             thread.start()
-        except RuntimeError:  # a thread can't be started
+        except RuntimeError as error:
+            if "can't start" not in str(error):  # Ctrl-C, at a moment that Python does not handle well
+                raise
             return [*map(work, chunks)]
         found = [*map(work, chunks[:half])]
         thread.join()
     except BaseException:
+        # If Ctrl-C arrives while the thread is being started, it may begin later, and sees this.
         is_cancelled = True
-        if thread.ident is not None:  # it was started
+        with suppress(RuntimeError):  # it was not started
             thread.join()
         raise
     if errors:

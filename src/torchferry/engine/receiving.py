@@ -164,7 +164,7 @@ class Receiving:
         self._lanes += new
         for lane in new:
             try:
-                lane.thread = self._sources.start(self._deliver, lane)
+                self._sources.start(self._deliver, lane)
             except StateError:  # no thread can be started
                 lane.has_failed = True
                 if not self._siblings(lane):
@@ -234,6 +234,9 @@ class Receiving:
         If this fails, the lane ends. Its source is given up if that was its last lane, or if its answers
         can't be used.
         """
+        # Set here: Ctrl-C may interrupt the thread that starts this one. Then either `stop` sees it, or this
+        # thread sees that the fetch is over.
+        lane.thread = threading.current_thread()
         source = lane.source
         try:
             while (chunks := self._next_range(lane)) is not None or lane.outstanding:

@@ -301,8 +301,9 @@ class RemoteSource:
         """
         if self.uses_ring:
             return 1
-        is_tcp = self.grant is None or self.grant.memory is None or "tcp" in (self._via, self.report.via)
-        is_cheap = self.grant is not None and self.grant.snapshot and not (is_tcp and self.address.secure)
+        # Until a lane is connected, it is not known whether memory can be used.
+        is_tls = self.address.secure and self.report.via != "memory"
+        is_cheap = self.grant is not None and self.grant.snapshot and not is_tls
         return MAX_LANES if is_cheap or len(os.sched_getaffinity(0)) > MAX_LANES else 1
 
     @property

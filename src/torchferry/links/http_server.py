@@ -255,7 +255,13 @@ class HttpServer:
         close_after_fork(self)
         end_at_exit(self)
         self._watcher = threading.Thread(target=self._watch, name="torchferry-http", daemon=True)
-        self._watcher.start()
+        try:
+            self._watcher.start()
+        except BaseException:
+            # Ctrl-C may arrive when the thread runs already. Then it closes the sockets.
+            self._is_closed = True
+            self._waker.send(b"\0")
+            raise
 
     def stop_listening(self) -> None:
         """Accept no more connections."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,3 +140,14 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_replaced(step: str) -
         assert got.report.confirmed
         assert source.status().readers[0].state == "confirmed"
     assert len(dropped) == 1
+
+
+def test_a_snapshot_gets_two_lanes_except_over_tls_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with torchferry.serve({"w": torch.ones(3)}, 1) as source, leased(source.address) as remote:
+        assert remote.max_lanes == 2
+        remote.address = replace(remote.address, secure=True)
+        # Whether the source's memory can be used is known when a lane is connected.
+        for via, lanes in (("", 1), ("tcp", 1), ("memory", 2)):
+            remote.report.via = via
+            assert remote.max_lanes == lanes

@@ -527,6 +527,24 @@ def test_a_connection_is_ended_from_another_thread(served: Running, path: str, a
             served.ask()
 
 
+def test_a_server_whose_start_is_interrupted_leaves_no_thread_and_no_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    listener = listen("127.0.0.1", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            HttpServer([listener], TOKEN, Echo())
+    wait_until(lambda: not any(t.name.startswith("torchferry-http") for t in threading.enumerate()))
+    assert listener.fileno() < 0
+
+
 def test_a_server_can_be_closed_while_clients_send() -> None:
     switch_s = sys.getswitchinterval()
     # Threads take turns often, so that the server's thread may close the sockets at every possible moment.
