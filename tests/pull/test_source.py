@@ -149,16 +149,17 @@ def test_a_third_version_waits_for_the_oldest_reader() -> None:
 
 
 def test_a_third_version_drops_the_oldest_reader_if_told_to() -> None:
-    with serve(filled(1), version=1) as source, slow_reader(source) as reader:
-        reader.request(0, 4, 4 * MIB)
-        source.publish(filled(2), version=2)
-        source.publish(filled(3), version=3, readers="drop", timeout=10)
-        source.publish(filled(4), version=4, timeout=10)
+    nbytes = 64 * MIB  # more than the kernel's buffers hold
+    with serve(filled(1, nbytes), version=1) as source, slow_reader(source) as reader:
+        reader.request(0, 64, nbytes)
+        source.publish(filled(2, nbytes), version=2)
+        source.publish(filled(3, nbytes), version=3, readers="drop", timeout=10)
+        source.publish(filled(4, nbytes), version=4, timeout=10)
         received = b""
         with suppress(LinkError):
-            for _ in range(64):
+            while len(received) < nbytes:
                 received += reader.read(65536)
-        assert len(received) < 4 * MIB
+        assert len(received) < nbytes
         assert set(received) <= {1}, "memory was used again while it was being sent"
         assert [entry.state for entry in source.status().readers] == ["dropped"]
 
