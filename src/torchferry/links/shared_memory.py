@@ -103,8 +103,7 @@ class SharedBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # If shared memory used up the machine's, the OOM killer might kill other processes in vain: it stays
-        # as long as any process has it.
+        # The OOM killer might kill processes in vain: shared memory is freed only when no process has it.
         if nbytes > (available := _available_bytes()):
             raise OSError(
                 errno.ENOMEM, f"{nbytes} bytes of shared memory are needed, {available} are available"
@@ -146,7 +145,7 @@ def _use_huge_pages(descriptor: int, mapping: Mapping) -> None:
         began_s = time.monotonic()
         # MADV_COLLAPSE needs at least one page in the range.
         os.pwrite(descriptor, b"\0", start)
-        # Linux before 6.1, or without a free huge page, returns an error. Small pages do.
+        # Linux before 6.1, or without a free huge page, returns an error. The block then has small pages.
         if _libc.madvise(mapping.address + start, _HUGE_PAGE_BYTES, _MADV_COLLAPSE):
             return
         took_s = time.monotonic() - began_s

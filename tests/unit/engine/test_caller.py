@@ -11,12 +11,10 @@ from torchferry.engine.caller import Caller
 from torchferry.engine.sources import Sources
 
 original = threading.Thread.start
-started: list[threading.Thread] = []
 
 
 @pytest.fixture
 def caller() -> Caller:
-    started.clear()
     return Caller(Sources("fetch", [], LeaseRequest("state", "a receiver"), None, 0, None), None)
 
 
@@ -32,8 +30,8 @@ def test_work_that_has_begun_is_finished_before_ctrl_c_is_raised(
 
     def work() -> None:
         begun.set()
-        waited = threading.Event()
-        waited.wait(0.2)
+        # Long enough for the caller to raise the exception, if it did not wait.
+        threading.Event().wait(0.2)
         done.append(True)
 
     monkeypatch.setattr(threading.Thread, "start", start)
@@ -45,6 +43,7 @@ def test_work_that_has_begun_is_finished_before_ctrl_c_is_raised(
 def test_work_that_has_not_begun_when_ctrl_c_is_raised_never_begins(
     monkeypatch: pytest.MonkeyPatch, caller: Caller
 ) -> None:
+    started: list[threading.Thread] = []
     done: list[bool] = []
 
     def start(thread: threading.Thread) -> None:
