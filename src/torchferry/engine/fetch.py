@@ -59,8 +59,8 @@ from torchferry.tensors.objects import read_objects
 
 logger = logging.getLogger(__name__)
 
-_CONFIRM_S, _MIN_CONFIRM_S = 5.0, 0.25
-"""How long a fetch tries to confirm that it is complete: until its deadline, within these limits."""
+_CONFIRM_S = 5.0
+"""How long a fetch tries to confirm that it is complete at most. Its deadline may be earlier."""
 
 _FAILED_S = 0.25
 """How long a failed fetch tries to tell the sources why it failed."""
@@ -363,8 +363,8 @@ class _Fetch(Phases):
         # A source that is known to be too slow is told, but not waited for.
         wait_for = [source for source in in_use if not source.backoff.is_active(time.monotonic())] or in_use
         result = Result("confirmed", verified=self.options.verify)
-        timeout_s = min(_CONFIRM_S, max(left_s(self._deadline_s), _MIN_CONFIRM_S))
-        silent = self._caller.run(self._sources.tell, in_use, result, timeout_s, wait_for)
+        until_s = min(self._deadline_s, time.monotonic() + _CONFIRM_S)
+        silent = self._caller.run(self._sources.tell, in_use, result, until_s, wait_for)
         unsure = [source for source in self._sources.live() if source in silent or source not in in_use]
         if unsure and not self.options.verify and not self._is_committed:
             shown = ", ".join(source.peer for source in unsure)
@@ -406,7 +406,7 @@ class _Fetch(Phases):
             granted = [source for source in self._sources.all if source.grant is not None]
             with suppress(FerryError):
                 patience_s = _REFUSED_S if result.outcome == "refused" else _FAILED_S
-                self._sources.tell(granted, result, patience_s)
+                self._sources.tell(granted, result, time.monotonic() + patience_s)
         self._sources.shut_down()
 
     def forget_errors(self) -> None:

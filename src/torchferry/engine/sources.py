@@ -10,7 +10,7 @@ from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
 from torchferry.core.schedule import OVERDUE_S, PEER_S
-from torchferry.engine.deadlines import left_s
+from torchferry.engine.deadlines import left_s, wait_until
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
@@ -31,8 +31,8 @@ from torchferry.links.lifecycle import end_at_exit
 
 logger = logging.getLogger(__name__)
 
-_OTHERS_S = 0.25
-"""How long `tell` waits for sources that are not in `wait_for`."""
+_TELL_S = 0.25
+"""How long `tell` waits for an answer at least, and at most for one that the fetch does not wait for."""
 
 _PEERS = 2
 """How many peers to get leases from: the one that chunks come from, and one in reserve."""
@@ -275,19 +275,19 @@ class Sources:
         self,
         sources: Sequence[RemoteSource],
         result: Result,
-        timeout_s: float,
+        until_s: float,
         wait_for: Sequence[RemoteSource] | None = None,
     ) -> list[RemoteSource]:
         """Tell sources a result, all at the same time, and return those that did not acknowledge it.
 
-        With `wait_for`, this waits for these sources, and only a moment longer for the others.
-        Raises PeerGaveUp if a source does not accept the result.
+        Each has until `until_s`, and at least _TELL_S. With `wait_for`, this waits for these sources, and
+        only a moment longer for the others. Raises PeerGaveUp if a source does not accept the result.
         """
         told: dict[RemoteSource, bool | Exception] = {}
 
         def tell(source: RemoteSource) -> None:
             try:
-                told[source] = source.tell(result, timeout_s)
+                told[source] = source.tell(result, left_s(_extended(until_s)))
             except Exception as error:
                 told[source] = error
             with self.changed:
@@ -300,10 +300,15 @@ class Sources:
                 told[source] = error
         with self.changed:
             due = sources if wait_for is None else wait_for
-            self.changed.wait_for(lambda: all(source in told for source in due), timeout_s)
+            wait_until(self.changed, lambda: all(source in told for source in due), _extended(until_s))
             if wait_for is not None:
-                self.changed.wait_for(lambda: len(told) == len(sources), min(timeout_s, _OTHERS_S))
+                others_s = min(until_s, time.monotonic() + _TELL_S)
+                wait_until(self.changed, lambda: len(told) == len(sources), others_s)
         for answer in list(told.values()):
             if isinstance(answer, PeerGaveUp):
                 raise answer
         return [source for source in sources if told.get(source) is not True]
+
+
+def _extended(until_s: float) -> float:
+    return max(until_s, time.monotonic() + _TELL_S)
