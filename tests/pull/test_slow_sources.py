@@ -230,7 +230,7 @@ def test_a_failed_fetch_waits_once_for_a_source_that_does_not_take_its_result(
 ) -> None:
     monkeypatch.setattr(RemoteSource, "tell", lambda *_: time.sleep(5))
     monkeypatch.setattr("torchferry.engine.fetch._REFUSED_S", 1.0)
-    monkeypatch.setattr("torchferry.engine.sources._OTHERS_S", 1.0)
+    monkeypatch.setattr("torchferry.engine.sources._TELL_S", 1.0)
     with torchferry.serve({"w": torch.zeros(3)}, version=1) as source:
         began_s = time.monotonic()
         with pytest.raises(torchferry.StateMismatch):

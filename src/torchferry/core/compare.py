@@ -189,14 +189,20 @@ def _are_identical(incoming: Manifest, local: Manifest) -> bool:
         and incoming.branches == local.branches
         and incoming.tensors == local.tensors
         and incoming.storages == local.storages
-        and len(incoming.leaves) == len(local.leaves)
-        and all(
-            theirs.parts == ours.parts
-            and theirs.fixed == ours.fixed
-            and (theirs.fixed is None or theirs.kind not in _VALUE_KINDS)
-            and (theirs.kind == ours.kind or (theirs.kind in _VALUE_KINDS and ours.kind in _VALUE_KINDS))
-            for theirs, ours in zip(incoming.leaves, local.leaves, strict=True)
-        )
+        and _match_in_order(incoming.leaves, local.leaves)
+    )
+
+
+def _match_in_order(theirs: Sequence[Leaf], ours: Sequence[Leaf]) -> bool:
+    """Return whether leaf n of one state can be written to leaf n of the other, for all n."""
+    if theirs == ours:  # one comparison in C
+        return not any(leaf.kind in _VALUE_KINDS for leaf in ours if leaf.fixed is not None)
+    return len(theirs) == len(ours) and all(
+        their.parts == our.parts
+        and their.fixed == our.fixed
+        and (their.fixed is None or their.kind not in _VALUE_KINDS)
+        and (their.kind == our.kind or (their.kind in _VALUE_KINDS and our.kind in _VALUE_KINDS))
+        for their, our in zip(theirs, ours, strict=True)
     )
 
 

@@ -1,6 +1,7 @@
 """Remembers which memory fetches have written, so that the next fetch into it compares first."""
 
 import threading
+from collections.abc import Iterator
 from operator import add
 
 from torch import UntypedStorage
@@ -13,13 +14,13 @@ _MAX_STORAGES = 1 << 17
 
 
 class History:
-    """The memory that fetches of this process have written, by address and size.
+    """The memory that fetches of this process have written, by address.
 
     Each entry is the highest version counter of the tensors in that memory after the fetch.
     """
 
     def __init__(self) -> None:
-        self._written: dict[tuple[int, int], int] = {}
+        self._written: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def of(self, local: Description) -> tuple[set[int], set[int]]:
@@ -28,14 +29,14 @@ class History:
         Other tensors may use the same memory by now. Comparing them is correct, and only wastes time.
         """
         with self._lock:
-            before = [self._written.get(key) for key in _keys(local)]
+            before = list(map(self._written.get, _addresses(local)))
         found = {number: then for number, then in enumerate(before) if then is not None}
         versions = _versions(local)
         return {*found}, {number for number, then in found.items() if versions[number] > then}
 
     def note(self, local: Description) -> None:
         """Remember that a fetch writes, or has written, to all tensors of a local state."""
-        entries = dict(zip(_keys(local), _versions(local), strict=True))
+        entries = dict(zip(_addresses(local), _versions(local), strict=True))
         with self._lock:
             self._written.update(entries)
             if len(self._written) > _MAX_STORAGES:
@@ -46,10 +47,9 @@ class History:
         self._lock = threading.Lock()
 
 
-def _keys(local: Description) -> list[tuple[int, int]]:
-    storages = [memory.storage for memory in local.memories]
-    addresses = map(add, map(UntypedStorage.data_ptr, storages), [memory.base for memory in local.memories])
-    return list(zip(addresses, map(UntypedStorage.nbytes, storages), strict=True))
+def _addresses(local: Description) -> Iterator[int]:
+    starts = map(UntypedStorage.data_ptr, [memory.storage for memory in local.memories])
+    return map(add, starts, [memory.base for memory in local.memories])
 
 
 def _versions(local: Description) -> list[int]:

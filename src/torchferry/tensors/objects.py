@@ -133,7 +133,7 @@ def read_objects(state: Any, *, is_target: bool = False) -> ReadObjects:
         # What can't be sent is reported when the state is described.
         with suppress(Exception):
             parts = take_apart(value)
-        if parts is not None:
+        if parts is not None and not _PLAIN_TYPES.issuperset(map(type, parts.children)):
             pairs = [*zip(parts.keys, parts.children, strict=True)]
             pending += [((*path, key), one) for key, one in reversed(pairs) if type(one) not in _PLAIN_TYPES]
     return found
