@@ -19,8 +19,9 @@ from torchferry.engine.version_store import Readers, VersionStore
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host
-from torchferry.links.http_server import Handler, HttpServer
+from torchferry.links.http_server import HttpServer
 from torchferry.links.lifecycle import close_after_fork
+from torchferry.links.server_connection import Handler
 from torchferry.links.sockets import listen_locally
 from torchferry.tensors.memory import CPU
 

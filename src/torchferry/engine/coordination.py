@@ -46,7 +46,7 @@ from torchferry.errors import (
 )
 from torchferry.links.address import parse_address
 from torchferry.links.http_client import HttpConnection
-from torchferry.links.http_server import Request, Response
+from torchferry.links.server_connection import Request, Response
 from torchferry.tensors.kinds import part_of
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torchferry.core.leases import Lease
 from torchferry.engine.published import Published
 from torchferry.engine.version_store import VersionStore
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, PeerGaveUp, StateError
-from torchferry.links.http_server import Request, Response
+from torchferry.links.server_connection import Request, Response
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,9 @@
 """An HTTP/1.1 server over TCP, and over a Unix socket for processes of the same user on this machine.
 
-Bodies are sent from the handler's memory without a copy. Over the Unix socket, a response may have the
-descriptor of shared memory instead.
-
 One thread watches pending connections: those that have not sent a valid token yet. A pending connection is
 closed if it does not send a request in time. A connection with the token gets a thread of its own.
 """
 
-import errno
 import hmac
 import logging
 import os
@@ -17,20 +13,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import h11
 
 from torchferry.errors import FerryError
 from torchferry.links import sockets
-from torchferry.links.http import MAX_HEAD_BYTES, READ_BYTES, RING_HEADER, reason_of
+from torchferry.links.http import reason_of
 from torchferry.links.lifecycle import close_after_fork, end_at_exit
-from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, address_of, create_ring
-from torchferry.links.shared_memory import SharedBlock
+from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, create_ring
+from torchferry.links.server_connection import Handler, Request, Response, ServerConnection
 
 logger = logging.getLogger(__name__)
 
@@ -52,171 +47,6 @@ _MAX_RINGS = 8
 """The most connections of local clients that have a ring, of 4 MiB each. Others get bytes over the socket."""
 LAST_ANSWERS_S = 0.5
 """How long a server that is closed may take to finish the answers that it began."""
-
-_NO_SENDFILE = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP})
-"""What `sendfile` fails with where a sandbox forbids it, or its kernel has none."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request with the right token. `connection` is the same number for all requests of a connection.
-
-    If it is `local`, it came over the Unix socket. Otherwise it came from the address `host`.
-    """
-
-    method: str
-    path: str
-    body: bytes
-    connection: int
-    local: bool = False
-    host: str = ""
-
-
-@dataclass(frozen=True)
-class Response:
-    """An answer. Its body is `body`, or the `nbytes` bytes that `buffers` yields, each sent before the next.
-
-    If `buffers` yields fewer than `nbytes`, the connection is closed. With `buffers` and `memory`, the same
-    bytes are in `memory` from `offset` on. How the body is sent (–: the handler does not do that):
-
-    | given               | TCP          | TLS     | Unix socket                       |
-    | `body`              | bytes        | bytes   | bytes                             |
-    | `body`, `memory`    | –            | –       | bytes, with the descriptor        |
-    | `buffers`           | bytes        | bytes   | through a ring, if one is free    |
-    | `buffers`, `memory` | sendfile     | bytes   | –                                 |
-    """
-
-    status: int
-    body: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
-    nbytes: int = 0
-    buffers: Generator[memoryview, None, None] | None = None
-    memory: SharedBlock | None = None
-    offset: int = 0
-
-
-class Handler(Protocol):
-    """What a server serves. Several threads call it at the same time.
-
-    It may have attributes `max_request_bytes`, `idle_s` and `max_connections`, which replace
-    MAX_REQUEST_BYTES, IDLE_S and MAX_CONNECTIONS.
-    """
-
-    def answer(self, request: Request) -> Response:
-        """Answer a request."""
-
-    def disconnected(self, connection: int) -> None:
-        """Note that a connection with the token was closed."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """A connection to the server, with the parser of its requests. One thread at a time uses it."""
-
-    number: int
-    sock: socket.socket
-    host: str
-    port: int
-    since_s: float
-    handshaking: bool
-    handler: Handler | None = None
-    is_answering: bool = True
-    is_over: bool = False
-    ring: Ring | None = None
-    parser: h11.Connection = field(
-        default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-    )
-
-    @property
-    def peer(self) -> str:
-        """The client, for logs."""
-        return f"{self.host} port {self.port}" if self.host else "a local process"
-
-    def next_event(self) -> Any:
-        """Read until the parser has an event; a closed connection is an event too."""
-        while (event := self.parser.next_event()) is h11.NEED_DATA:
-            self.parser.receive_data(self.sock.recv(READ_BYTES))
-        return event
-
-    def read_body(self, max_bytes: int) -> bytes:
-        body = bytearray()
-        while isinstance(event := self.next_event(), h11.Data):
-            body += event.data
-            if len(body) > max_bytes:
-                raise h11.RemoteProtocolError("the body of a request is too long")
-        return bytes(body)
-
-    def _send(self, data: memoryview) -> None:
-        # The timeout is for one call, so it does not pass while the client takes bytes, however slowly.
-        while data:
-            data = data[self.sock.send(data) :]
-
-    def _send_file(self, descriptor: int, offset: int, data: memoryview) -> None:
-        """Send `data`, which a file in memory has at `offset`. The kernel sends its pages, without a copy."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLOUT)
-        timeout_s = self.sock.gettimeout()
-        sent = 0
-        while sent < len(data):
-            try:
-                sent += os.sendfile(self.sock.fileno(), descriptor, offset + sent, len(data) - sent)
-            except BlockingIOError:
-                if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
-                    raise TimeoutError(f"the client took no bytes for {timeout_s:g} s") from None
-            except OSError as error:
-                if error.errno not in _NO_SENDFILE:
-                    raise
-                self._send(data[sent:])
-                return
-
-    def respond(self, response: Response, *, last: bool = False) -> None:
-        ring = None if response.buffers is None else self.ring
-        self._send_head(response, ring, last=last)
-        if response.body:
-            self.parser.send_with_data_passthrough(h11.Data(data=response.body))
-        if response.buffers is not None:
-            with closing(response.buffers) as buffers:
-                self._send_buffers(buffers, response, ring)
-        self.parser.send(h11.EndOfMessage())
-        if ring is not None:
-            # Read all signals of the client. What it sends next is a request.
-            ring.flush()
-
-    def _send_head(self, response: Response, ring: Ring | None, *, last: bool) -> None:
-        """Send the head, with `body` and a descriptor if there are any."""
-        headers = [*response.headers]
-        headers += [(RING_HEADER, str(SLOTS))] if ring is not None else []
-        if response.status != 204:  # HTTP forbids it there
-            headers.append(("Content-Length", str(response.nbytes or len(response.body))))
-        headers += [("Connection", "close")] if last else []
-        head = self.parser.send(h11.Response(status_code=response.status, headers=headers))
-        data = (head or b"") + response.body
-        passed = response.memory if response.buffers is None else ring
-        if passed is not None:
-            # A few hundred bytes are always sent in one call.
-            socket.send_fds(self.sock, [data], [passed.descriptor])
-        else:
-            self._send(memoryview(data))
-
-    def _send_buffers(self, buffers: Iterable[memoryview], response: Response, ring: Ring | None) -> None:
-        """Send the buffers: through a ring, or from the pages of a file where that is possible."""
-        file = None if isinstance(self.sock, ssl.SSLSocket) else response.memory
-        offset = response.offset
-        for buffer in buffers:
-            if ring is not None:
-                ring.fill(address_of(buffer), len(buffer))
-            elif file is not None:
-                self._send_file(file.descriptor, offset, buffer)
-                offset += len(buffer)
-            else:
-                self._send(buffer)
-            self.parser.send_with_data_passthrough(h11.Data(data=buffer))  # type: ignore[arg-type]
-
-    def wait_for_signals(self, most: int) -> int:
-        signals = self.sock.recv(most)
-        if not signals:
-            raise ConnectionError("the client closed the connection")
-        return len(signals)
 
 
 class HttpServer:
@@ -241,8 +71,8 @@ class HttpServer:
         self._tls = tls
         self._numbers = count(1)
         self._lock = threading.Condition()
-        self._pending: dict[int, _Connection] = {}  # oldest first; only the watching thread uses it
-        self._admitted: dict[int, _Connection] = {}
+        self._pending: dict[int, ServerConnection] = {}  # oldest first; only the watching thread uses it
+        self._admitted: dict[int, ServerConnection] = {}
         self._is_closed = False
         self._free_rings = threading.Semaphore(_MAX_RINGS)
         self._selector = selectors.DefaultSelector()
@@ -395,11 +225,11 @@ class HttpServer:
                 return
         host, port = ("", 0) if local else peer[:2]
         handshaking = isinstance(sock, ssl.SSLSocket)
-        connection = _Connection(next(self._numbers), sock, host, port, time.monotonic(), handshaking)
+        connection = ServerConnection(next(self._numbers), sock, host, port, time.monotonic(), handshaking)
         self._pending[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _advance(self, connection: _Connection) -> None:
+    def _advance(self, connection: ServerConnection) -> None:
         """Read what a pending connection has sent. Admit or close it when its first request is known."""
         try:
             if connection.handshaking:
@@ -431,7 +261,7 @@ class HttpServer:
             target=self._serve, args=(connection, event, handler), name=name, daemon=True
         ).start()
 
-    def _reject(self, connection: _Connection) -> None:
+    def _reject(self, connection: ServerConnection) -> None:
         """Close a pending connection, or one that was admitted but got no thread."""
         with self._lock:
             self._admitted.pop(connection.number, None)
@@ -450,7 +280,7 @@ class HttpServer:
 
     # Connections with the token: a thread each.
 
-    def _serve(self, connection: _Connection, request: Any, handler: Handler) -> None:
+    def _serve(self, connection: ServerConnection, request: Any, handler: Handler) -> None:
         """Answer the requests of one connection, all with the same token, until it is closed."""
         try:
             self._answer_all(connection, request, handler)
@@ -472,7 +302,7 @@ class HttpServer:
                 self._lock.notify_all()
                 connection.sock.close()
 
-    def _open_ring(self, connection: _Connection) -> None:
+    def _open_ring(self, connection: ServerConnection) -> None:
         """Give a local connection a ring, if one is free and there is memory for it."""
         if self._free_rings.acquire(blocking=False):
             try:
@@ -482,7 +312,7 @@ class HttpServer:
                 self._free_rings.release()
                 logger.debug("no ring for %s: %s", connection.peer, error)
 
-    def _answer_all(self, connection: _Connection, request: Any, handler: Handler) -> None:
+    def _answer_all(self, connection: ServerConnection, request: Any, handler: Handler) -> None:
         max_bytes = getattr(handler, "max_request_bytes", MAX_REQUEST_BYTES)
         while isinstance(request, h11.Request) and not connection.is_over:
             connection.sock.settimeout(SEND_S)

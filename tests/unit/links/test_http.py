@@ -31,9 +31,8 @@ from torchferry.links.http_server import (
     MAX_REQUEST_BYTES,
     PENDING_S,
     HttpServer,
-    Request,
-    Response,
 )
+from torchferry.links.server_connection import Request, Response
 from torchferry.links.shared_memory import SharedBlock
 
 TOKEN = "secret-0123456789abcdef"

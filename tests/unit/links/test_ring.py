@@ -14,8 +14,9 @@ import pytest
 from torchferry.errors import LinkBroken
 from torchferry.links.address import Address
 from torchferry.links.http_client import HttpConnection, MemoryUnusable
-from torchferry.links.http_server import HttpServer, Request, Response
+from torchferry.links.http_server import HttpServer
 from torchferry.links.ring import SLOTS, Ring, address_of
+from torchferry.links.server_connection import Request, Response
 from torchferry.links.shared_memory import SharedBlock, map_received
 from torchferry.links.sockets import listen_locally
 

@@ -18,7 +18,8 @@ from torchferry.errors import LinkBroken
 from torchferry.links import sockets
 from torchferry.links.address import Address, listen
 from torchferry.links.http_client import HttpConnection
-from torchferry.links.http_server import HttpServer, Request, Response
+from torchferry.links.http_server import HttpServer
+from torchferry.links.server_connection import Request, Response
 from torchferry.links.shared_memory import SharedBlock
 
 TOKEN = "secret-0123456789abcdef"
