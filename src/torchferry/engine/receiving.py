@@ -206,7 +206,8 @@ class Receiving:
         for lane, connection in zip(self._lanes, connections, strict=True):
             if connection is not None:
                 heard_s, source = connection.heard_s, lane.source
-                self._heard_s = max(self._heard_s, heard_s)
+                if heard_s > connection.opened_s:
+                    self._heard_s = max(self._heard_s, heard_s)
                 if source.is_peer:
                     # A peer may be waiting for its own source. One that is stopped does not answer.
                     heard_s = max(heard_s, source.answered_s)

@@ -50,10 +50,10 @@ class ResponseHead:
 class HttpConnection:
     """A connection to a server. One thread at a time uses it; any thread may shut it down.
 
-    `heard_s` is when it last received something. `connecting` is called with this object before it connects,
-    so that another thread can shut it down while it connects. With `local`, it connects to the Unix socket of
-    that name. Every method raises LinkBroken if the connection fails, and LinkTimeout if no bytes arrive in
-    time.
+    `heard_s` is when it last received something, and `opened_s` until then. `connecting` is called with this
+    object before it connects, so that another thread can shut it down while it connects. With `local`, it
+    connects to the Unix socket of that name. Every method raises LinkBroken if the connection fails, and
+    LinkTimeout if no bytes arrive in time.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HttpConnection:
         self._offset: int | None = None  # of the next bytes in the file that came with a response
         self._ring: Ring | None = None
         self._in_ring = False  # whether the body of the current response comes through the ring
-        self.heard_s = time.monotonic()
+        self.opened_s = self.heard_s = time.monotonic()
         self._parsers: deque[h11.Connection] = deque()  # of the responses that are due
         self._rest: bytes | bytearray = b""  # what was received after a head, and not read yet
         self._readable: select.poll | None = None  # for plain TCP
