@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -13,9 +14,14 @@ import torch
 
 import torchferry
 from tests.support.children import unused_port
+from tests.support.http_peers import lose
 from tests.support.proxy import Exchange
 from tests.support.proxy import Proxy as DetailedProxy
+from tests.support.pull import MIB, contents_by_path, old_state, serve_state
+from tests.support.solo import Solos
 from torchferry.engine.remote import RemoteSource
+from torchferry.links import sockets
+from torchferry.links.http_client import HttpConnection
 
 Watch = Callable[[bytes], None]
 """Called with what a receiver sends, before it is forwarded."""
@@ -236,3 +242,55 @@ def test_a_failed_fetch_waits_once_for_a_source_that_does_not_take_its_result(
         with pytest.raises(torchferry.StateMismatch):
             torchferry.fetch(source.address, into={"w": torch.zeros(4)})
         assert time.monotonic() - began_s < 1.7
+
+
+def test_connections_that_the_network_lost_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that is restarted, for example, forgets all of them. The source is there all the time."""
+    monkeypatch.setattr(sockets, "LOST_S", 2)
+    lost: list[HttpConnection] = []
+    opened: list[HttpConnection] = []
+    add = RemoteSource._add
+
+    def note(remote: RemoteSource, connection: HttpConnection) -> None:
+        opened.append(connection)
+        add(remote, connection)
+
+    def lose_all(event: torchferry.ProgressEvent) -> None:
+        if event.bytes_moved and not lost:
+            lost.extend(opened)
+            for connection in lost:
+                lose(connection._sock)
+
+    monkeypatch.setattr(RemoteSource, "_add", note)
+    state = {"w": torch.arange(64 << 20, dtype=torch.uint8)}
+    local = {"w": torch.zeros_like(state["w"])}
+    with torchferry.serve(state, version=1) as source:
+        got = torchferry.fetch(source.address, local, via="tcp", timeout=30, on_progress=lose_all)
+        assert torch.equal(local["w"], state["w"])
+        (report,) = got.report.sources.values()
+        assert any("acknowledged nothing for 2 s" in failure for failure in report.failures)
+        assert got.report.seconds < 10
+        assert got.report.confirmed
+        assert [reader.state for reader in source.status().readers] == ["confirmed"]
+
+
+def test_a_source_that_is_stopped_for_longer_is_not_lost(
+    solos: Solos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "LOST_S", 1)
+    source = solos.get("source-0")
+    address = source.run(serve_state, 8 * MIB)
+    local = old_state(8 * MIB)
+    stopped: list[threading.Timer] = []
+
+    def stop(event: torchferry.ProgressEvent) -> None:
+        if event.bytes_moved and not stopped:
+            source.signal(signal.SIGSTOP)
+            stopped.append(threading.Timer(4.0, source.signal, [signal.SIGCONT]))
+            stopped[0].start()
+
+    got = torchferry.fetch(address, local, via="tcp", timeout=30, on_progress=stop)
+    assert got.report.seconds > 3.5
+    assert {*contents_by_path(local, 8 * MIB).values()} == {"new"}
+    (report,) = got.report.sources.values()
+    assert report.failures == []

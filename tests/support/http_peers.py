@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,16 @@ from torchferry.links.address import Address, parse_address
 from torchferry.links.http_client import HttpConnection
 
 TIMEOUT_S = 10.0
+
+
+_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # a BPF program: return 0
+_SO_ATTACH_FILTER = 26
+
+
+def lose(sock: socket.socket) -> None:
+    """Let the kernel drop whatever arrives at a socket, as if the network had lost this connection."""
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 def connect(address: Address | str) -> socket.socket:

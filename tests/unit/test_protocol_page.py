@@ -28,7 +28,7 @@ from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
 from torchferry.engine import SendOptions, remote, send_state
 from torchferry.engine.coordination import Coordinator
 from torchferry.engine.pull_handler import _LEASE_PATH
-from torchferry.links import http_server
+from torchferry.links import http_server, sockets
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.serving import serve
 from torchferry.tensors import containers, kinds
@@ -215,6 +215,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",
         "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
         "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",
+        "TCP connection whose other end acknowledges nothing": f"{sockets.LOST_S} s. "
+        "Both ends let the kernel probe it while it is silent",
         "open leases": f"{MAX_LEASES:,}; then 410",
     }
     assert f"after {pull.LEASE_S:g} s in which the source neither" in PAGE

@@ -375,6 +375,7 @@ class Receiving:
         if isinstance(error, MemoryUnusable):
             source.fall_back_to_tcp(error)
             return
+        source.hold_lease()
         with self._changed:
             source.report.failures.append(error.what)
             if backoff_s is not None:

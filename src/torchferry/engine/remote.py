@@ -92,7 +92,7 @@ class RemoteSource:
 
     The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
     connection that breaks. It also takes the requests for metadata (of a single source), `damaged` and
-    `result`, if no other thread uses it. `alive` has a connection of its own.
+    `result`, if no other thread uses it. `alive` has a connection of its own, `_alive`, which stays open too.
 
     Requests raise LinkError if the connection fails, is too slow or its token is wrong, LeaseEnded if `renew`
     may help, and PeerError if the answer can't be used or is an error.
@@ -128,6 +128,7 @@ class RemoteSource:
         self._lock = threading.Lock()
         self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
         self._control: _Control | None = None
+        self._alive: HttpConnection | None = None
         self._renewing = threading.Lock()
         self._is_over = False
         self._wake = threading.Event()  # wakes `keep_alive`
@@ -195,10 +196,11 @@ class RemoteSource:
             self._connections.discard(connection)
 
     def shut_down_readers(self, reason: str = "the fetch is over") -> None:
-        """End all connections but the one that opened the lease."""
+        """End all connections but those that keep the lease: the one that opened it, and that for `alive`."""
         with self._lock:
+            control = None if self._control is None else self._control.connection
             for connection in self._connections:
-                if self._control is None or connection is not self._control.connection:
+                if connection not in (control, self._alive):
                     connection.shut_down(reason)
 
     def shut_down(self) -> None:
@@ -344,26 +346,40 @@ class RemoteSource:
         """
         if self.alive_asked_s <= self.answered_s:
             self.alive_asked_s = time.monotonic()
+        self.hold_lease()
+
+    def hold_lease(self) -> None:
+        """Let the thread in `keep_alive` send a request now, on a connection that is not lost.
+
+        If one connection was lost, others may be lost too. The lease ends with its last connection.
+        """
         self._wake.set()
 
     def keep_alive(self) -> None:
         """Tell the source regularly that this receiver is alive, until `shut_down`."""
-        connection: HttpConnection | None = None
         while True:
             self._wake.wait(pull.ALIVE_S)
             self._wake.clear()
             if self._is_over:
                 break
-            try:
-                # One connection for all requests: a lease ends when its last connection is closed.
-                connection = connection or self.connect(pull.ALIVE_S)
-                self._ask(connection, "POST", self._path("alive"), pull.ALIVE_S)
-                self.answered_s = time.monotonic()
-            except FerryError:
-                # If the source is gone, the next request for chunks finds that out.
-                if connection is not None:
-                    self.close(connection)
-                connection = None
+            self._show_alive()
+        self._close_alive()
+
+    def _show_alive(self) -> None:
+        """Send `alive` on the connection of the last time. If there is none, or it fails, open a new one."""
+        is_new = self._alive is None
+        try:
+            self._alive = connection = self._alive or self.connect(pull.ALIVE_S)
+            self._ask(connection, "POST", self._path("alive"), pull.ALIVE_S)
+            self.answered_s = time.monotonic()
+        except FerryError:
+            # If the source is gone, the next request for chunks finds that out.
+            self._close_alive()
+            if not (is_new or self._is_over):
+                self._show_alive()
+
+    def _close_alive(self) -> None:
+        connection, self._alive = self._alive, None
         if connection is not None:
             self.close(connection)
 

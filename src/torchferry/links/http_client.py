@@ -3,6 +3,7 @@
 Bodies go into the caller's memory without a copy. Over the Unix socket, they may come from shared memory.
 """
 
+import errno
 import os
 import select
 import socket
@@ -118,6 +119,7 @@ class HttpConnection:
                 self._raise_if_shut_down()
                 if self._local is None:
                     self._sock.connect(where)
+                    sockets.limit_unacknowledged(self._sock)
                 else:
                     sockets.connect_locally(self._sock, where)
                 return
@@ -334,6 +336,11 @@ class HttpConnection:
         self, error: Exception, late: str = "the source sent nothing for"
     ) -> LinkBroken | LinkTimeout:
         peer = str(self.address)
+        if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
+            what = (
+                f"its machine has acknowledged nothing for {sockets.LOST_S} s: it is down, or the network is"
+            )
+            return LinkBroken(what, peer=peer)
         if isinstance(error, TimeoutError):
             return LinkTimeout(f"{late} {self._sock.gettimeout() or 0:.3g} s", peer=peer)
         if self._shut_down_reason:

@@ -8,11 +8,17 @@ from contextlib import suppress
 MAX_WAIT_S = 1e6
 """The longest timeout of a socket, about 11 days. The system counts milliseconds in 31 bits."""
 
+LOST_S = 10
+"""A TCP connection is lost if the kernel of the other machine acknowledges nothing for so many seconds: that
+machine is down, or a firewall has forgotten the connection. A process that is slow or stopped is not lost."""
+_PROBES = 4
+"""How many probes of a silent connection must go unanswered."""
+
 _UCRED = struct.Struct("3i")  # process, user, group
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options of a TCP connection: send at once, notice a dead peer, and use CUBIC instead of BBR.
+    """Set the options of a TCP connection: send at once, notice a lost one, and use CUBIC instead of BBR.
 
     Call it before the socket connects. Connections that a listener accepts have the options of the listener.
     """
@@ -20,10 +26,24 @@ def prepare(sock: socket.socket) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_s = max(LOST_S // (_PROBES + 1), 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     # BBR, the default of some machines, paces connections: on loopback, to half the speed. A connection that
     # began with BBR is paced for ever, also if it uses CUBIC later.
     with suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+def limit_unacknowledged(sock: socket.socket) -> None:
+    """Let a TCP connection fail if what this end sends is not acknowledged for LOST_S.
+
+    Only for clients, whose requests are short. A client that is stopped may leave the bytes of a server
+    unacknowledged for longer.
+    """
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
 
 
 def listen_locally(name: str) -> socket.socket:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.support.children import wait_until
+from tests.support.http_peers import connect, lose, request
 from torchferry.errors import LinkBroken
 from torchferry.links import sockets
 from torchferry.links.address import Address, listen
@@ -175,3 +176,44 @@ def test_a_server_that_is_closed_waits_for_an_answer_to_a_local_client(served: R
         assert served.handler.answered
         asking.join()
         timer.join()
+
+
+@pytest.fixture
+def quickly_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "LOST_S", 2)
+
+
+@pytest.mark.usefixtures("quickly_lost")
+@pytest.mark.parametrize("end", ["client", "server"])
+def test_a_client_gives_up_a_connection_whose_packets_are_not_acknowledged(end: str) -> None:
+    """Probes of the silent connection are not, or the request itself is not."""
+    with listen("127.0.0.1", 0) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
+        with contextlib.closing(HttpConnection(address, None, 30.0)) as connection:
+            accepted, _ = listener.accept()
+            with accepted:
+                lose(connection._sock if end == "client" else accepted)
+                connection.send("GET", "/x", timeout_s=30.0)
+                began_s = time.monotonic()
+                with pytest.raises(LinkBroken, match="has acknowledged nothing for 2 s"):
+                    connection.read_head()
+                assert time.monotonic() - began_s < 6.0
+
+
+@pytest.mark.usefixtures("quickly_lost")
+def test_a_server_closes_the_connection_of_a_client_that_is_lost() -> None:
+    closed = threading.Event()
+
+    class Noting(Sharing):
+        def disconnected(self, connection: int) -> None:
+            closed.set()
+
+    listener = listen("127.0.0.1", 0)
+    address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
+    # This client does not probe the connection itself.
+    with contextlib.closing(HttpServer([listener], TOKEN, Noting())), connect(address) as client:
+        client.sendall(request("GET", "/x", TOKEN))
+        assert client.recv(1000).endswith(b"plain")
+        assert not closed.wait(1.0)
+        lose(client)
+        assert closed.wait(10.0)
