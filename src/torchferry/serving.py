@@ -5,7 +5,7 @@ import ssl
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, get_args
 
 from torchferry import arguments
@@ -43,6 +43,14 @@ class Status:
     def __str__(self) -> str:
         served = ", ".join(f"{name} version {number}" for name, number in self.versions.items()) or "nothing"
         return "\n".join([f"serves {served}", *map(str, self.readers)])
+
+
+@dataclass
+class _Name:
+    """A name of a source: the lock of the thread that publishes it, and the memory of its snapshots."""
+
+    publishing: threading.Lock = field(default_factory=threading.Lock)
+    memory: SnapshotMemory = field(default_factory=SnapshotMemory)
 
 
 class Source:
@@ -98,8 +106,7 @@ class Source:
         self._address = Address(*named, token, tls is not None)
         self.workspace = Workspace(CPU)
         self._lock = threading.Lock()
-        # For each name, a lock for the thread that publishes it, and the memory of its snapshots.
-        self._names: dict[str, tuple[threading.Lock, SnapshotMemory]] = {}
+        self._names: dict[str, _Name] = {}
         self._versions = VersionStore(lambda connection: self._server.disconnect(connection))
         listeners, local_name = [listener], None
         # Not every system has abstract Unix sockets, which need no file.
@@ -162,18 +169,18 @@ class Source:
         timeout_s = self._check(name, timeout, readers)
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
-            publishing, memory = self._names.setdefault(name, (threading.Lock(), SnapshotMemory()))
-        if not publishing.acquire(timeout=min(left_s(deadline_s), threading.TIMEOUT_MAX)):
+            named = self._names.setdefault(name, _Name())
+        if not named.publishing.acquire(timeout=min(left_s(deadline_s), threading.TIMEOUT_MAX)):
             what = f"another thread is publishing {name!r}, and did not finish in {timeout_s:g} s"
             raise ReadersRemain([], f"{what}: publish one version at a time")
         try:
             self._versions.make_room(name, version, deadline_s - time.monotonic(), readers)
             published = publish(
-                state, version, self.workspace, memory, snapshot=snapshot, copy_up_to=copy_up_to
+                state, version, self.workspace, named.memory, snapshot=snapshot, copy_up_to=copy_up_to
             )
             self._versions.put(name, published, deadline_s - time.monotonic(), readers)
         finally:
-            publishing.release()
+            named.publishing.release()
 
     def withdraw(self, name: str = "state", timeout: Timeout = 30.0, readers: Readers = "wait") -> None:
         """Stop serving a name, and return when it has no readers.
@@ -184,8 +191,9 @@ class Source:
         """
         timeout_s = self._check(name, timeout, readers)
         with self._lock:
-            # The memory is freed when the last snapshot in it is.
-            self._names.pop(name, None)
+            if name in self._names:
+                # The earlier memory is freed when the last snapshot in it is.
+                self._names[name].memory = SnapshotMemory()
         self._versions.withdraw(name, timeout_s, readers)
 
     def give_up(self, version: int, reason: str, name: str = "state") -> None:

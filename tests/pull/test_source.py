@@ -400,6 +400,29 @@ def test_a_publish_that_waits_for_another_one_obeys_its_own_timeout() -> None:
             first.result(timeout=10)
 
 
+def test_a_name_that_is_withdrawn_while_it_is_published_is_still_published_by_one_thread_at_a_time() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            began.set()
+            assert go_on.wait(10)
+            return filled(1)
+
+        def load_state_dict(self, state: object) -> None:
+            raise NotImplementedError
+
+    with torchferry.Source() as source, ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(source.publish, {"slow": Slow()}, version=1)
+        assert began.wait(10)
+        source.withdraw()
+        with pytest.raises(torchferry.ReadersRemain, match="another thread is publishing 'state'"):
+            source.publish(filled(2), version=2, timeout=0.1)
+        go_on.set()
+        publishing.result(timeout=10)
+        assert source.status().versions == {"state": 1}
+
+
 def test_withdraw_and_close_free_the_memory_of_snapshots() -> None:
     with serve(filled(1), version=1) as source:
         source.publish(filled(2), version=2)
