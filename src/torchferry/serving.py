@@ -174,11 +174,11 @@ class Source:
             what = f"another thread is publishing {name!r}, and did not finish in {timeout_s:g} s"
             raise ReadersRemain([], f"{what}: publish one version at a time")
         try:
-            self._versions.make_room(name, version, deadline_s - time.monotonic(), readers)
+            self._versions.make_room(name, version, left_s(deadline_s), readers)
             published = publish(
                 state, version, self.workspace, named.memory, snapshot=snapshot, copy_up_to=copy_up_to
             )
-            self._versions.put(name, published, deadline_s - time.monotonic(), readers)
+            self._versions.put(name, published, left_s(deadline_s), readers)
         finally:
             named.publishing.release()
 

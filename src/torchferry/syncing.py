@@ -306,7 +306,7 @@ class _Call:
         It runs in a thread, because a store whose process is stopped never answers. It may answer up to
         `late_s` after the deadline; later, it is not waited for.
         """
-        timeout_s = min(timeout_s, max(self._deadline_s - time.monotonic(), 0.0) + late_s)
+        timeout_s = min(timeout_s, left_s(self._deadline_s) + late_s)
         found: list[T | Exception] = []
 
         def run() -> None:

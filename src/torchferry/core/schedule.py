@@ -20,7 +20,7 @@ to a slow source could delay the end of the fetch."""
 REQUEST_S = 0.05
 """How long the response to a request should take at least, so that the cost of the request is negligible."""
 MIN_REQUEST_S = 0.005
-"""The same towards the end, when several lanes share what is left and so request less."""
+"""REQUEST_S near the end of a fetch, when several lanes share what is left and request less."""
 
 RESHARE_REQUEST_BYTES, RESHARE_REQUEST_S = 2 << 20, 0.008
 """REQUEST_BYTES and REQUEST_S of a receiver that reshares; twice `connect_s` is added to the time. They are

@@ -272,7 +272,7 @@ class Coordinator:
     def _left_s(self, rank: int) -> float:
         """Return how long a rank can wait for its answer."""
         deadline_s = min(self._deadline_s, self._deadlines.get(rank, self._deadline_s))
-        return max(deadline_s - time.monotonic(), 0.0)
+        return left_s(deadline_s)
 
 
 def _assign(described: Mapping[int, Inventory], target: TargetVersion) -> Assignment | Refusal:

@@ -34,7 +34,7 @@ from torchferry.engine.history import history
 from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading
 from torchferry.engine.receiving import Receiving
-from torchferry.engine.remote import TOO_SLOW, Via
+from torchferry.engine.remote import TOO_SLOW, RemoteSource, Via
 from torchferry.engine.reshare import Resharing
 from torchferry.engine.sink import Sink
 from torchferry.engine.sources import Sources
@@ -257,23 +257,11 @@ class _Fetch(Phases):
         for attempt in count():
             for source in sources.serving():
                 # With several sources, do not wait long for one: another may be faster.
-                patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else left_s(self._deadline_s)
-                patience_s = min(patience_s, left_s(self._deadline_s))
-                try:
-                    until_s = time.monotonic() + patience_s
-                    silent_s = min(patience_s, stall_s or inf)
-                    is_only = len(sources.all) == 1
-                    manifest, digests = self._caller.run(source.metadata, silent_s, is_only, until_s=until_s)
-                    encoded = self._caller.run(metadata.decode_manifest, manifest, self._workspace.cache)
+                patience_s = OVERDUE_S * 2**attempt if len(sources.all) > 1 else inf
+                if found := self._metadata_of(source, min(patience_s, left_s(self._deadline_s))):
                     sources.is_final = True
                     # Both sides must plan with the chunk sizes of this source.
-                    return source.grant or grant, encoded, digests
-                except LinkTimeout as error:
-                    source.shut_down_readers(f"{TOO_SLOW}: no metadata within {patience_s:.2g} s")
-                    sources.set_back(source)
-                    source.report.failures.append(error.what)
-                except (LinkError, PeerError) as error:
-                    sources.lose(source, error)
+                    return source.grant or grant, *found
                 heard_s = max(heard_s, source.heard_s)
                 if stall_s is not None and time.monotonic() >= heard_s + stall_s:
                     raise LinkStalled(f"no metadata arrived for {stall_s:g} s", peer=source.peer)
@@ -286,6 +274,24 @@ class _Fetch(Phases):
             if not left_s(self._deadline_s):
                 raise self._why_none(self._deadline_s)
         raise AssertionError("unreachable")
+
+    def _metadata_of(
+        self, source: RemoteSource, patience_s: float
+    ) -> tuple[EncodedManifest, tuple[int, ...]] | None:
+        """Read the manifest and the digests from one source; None if it fails, or takes longer than this."""
+        until_s = time.monotonic() + patience_s
+        silent_s = min(patience_s, self.options.stall_s or inf)
+        is_only = len(self._sources.all) == 1
+        try:
+            manifest, digests = self._caller.run(source.metadata, silent_s, is_only, until_s=until_s)
+            return self._caller.run(metadata.decode_manifest, manifest, self._workspace.cache), digests
+        except LinkTimeout as error:
+            source.shut_down_readers(f"{TOO_SLOW}: no metadata within {patience_s:.2g} s")
+            self._sources.set_back(source)
+            source.report.failures.append(error.what)
+        except (LinkError, PeerError) as error:
+            self._sources.lose(source, error)
+        return None
 
     def _plan(self, encoded: EncodedManifest, digests: Sequence[int], grant: Grant) -> Plan:
         cache, chunk_bytes, pack_bytes = self._workspace.cache, grant.chunk_bytes, grant.pack_bytes
@@ -341,7 +347,7 @@ class _Fetch(Phases):
     def _raise_if_changed(self, needed: Sequence[int]) -> None:
         """Raise PeerGaveUp if a live state changed: unverified chunks may mix old and new values."""
         for source in self._sources.live():
-            # The only request that makes a source look for changes. Any chunk will do.
+            # The source looks for changes once more, now that it has read all chunks. Any chunk will do.
             source.report_damage(needed[0], left_s(self._deadline_s))
 
     def _undo(self, sink: Sink, loading: Loading) -> str:

@@ -14,7 +14,7 @@ _MAX_STORAGES = 1 << 17
 
 
 class History:
-    """The memory that fetches of this process have written, by address.
+    """The memory of local states that fetches of this process have written to, by address.
 
     Each entry is the highest version counter of the tensors in that memory after the fetch.
     """
@@ -24,7 +24,7 @@ class History:
         self._lock = threading.Lock()
 
     def of(self, local: Description) -> tuple[set[int], set[int]]:
-        """Return the storages of a local state that an earlier fetch wrote, and those that torch wrote since.
+        """Return the storages of a local state that an earlier fetch had, and those that torch wrote since.
 
         Other tensors may use the same memory by now. Comparing them is correct, and only wastes time.
         """
@@ -35,7 +35,7 @@ class History:
         return {*found}, {number for number, then in found.items() if versions[number] > then}
 
     def note(self, local: Description) -> None:
-        """Remember that a fetch writes, or has written, to all tensors of a local state."""
+        """Remember the memory of a local state that a fetch writes, or has written, to."""
         entries = dict(zip(_addresses(local), _versions(local), strict=True))
         with self._lock:
             self._written.update(entries)

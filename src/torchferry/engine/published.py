@@ -16,7 +16,7 @@ from torchferry.core.extents import TooIrregular
 from torchferry.core.plan import Chunk, Plan, TooManyChunks
 from torchferry.core.pull import MAX_PULL_CHUNK_BYTES, PULL_CHUNK_BYTES, encode_digests, metadata_digest
 from torchferry.core.root import leaf_digests, root_of
-from torchferry.engine import metadata
+from torchferry.engine import metadata, threads
 from torchferry.engine.source import ChunkSource, digest, view
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import StateChanged, StateError, Unsendable
@@ -206,10 +206,8 @@ def _map_chunks(work: Callable[[Chunk], int], chunks: Sequence[Chunk], *, parall
     thread = threading.Thread(target=work_on_others, name="torchferry-publish", daemon=True)
     try:
         try:
-            thread.start()
-        except RuntimeError as error:
-            if "can't start" not in str(error):  # Ctrl-C, at a moment that Python does not handle well
-                raise
+            threads.start(thread)
+        except StateError:
             return [*map(work, chunks)]
         found = [*map(work, chunks[:half])]
         thread.join()

@@ -18,6 +18,7 @@ from torchferry.core.pull import Grant, LeaseRequest, Result
 from torchferry.core.report import SourceReport
 from torchferry.core.schedule import PEER_S, Backoff
 from torchferry.core.text import show_text
+from torchferry.engine.deadlines import left_s
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -225,11 +226,11 @@ class RemoteSource:
             if self._listen_at is not None:
                 self.own_address = control.own_host, self._listen_at(control.own_host)
                 wanted = structs.replace(wanted, port=self.own_address[1])
-            while (left_s := deadline_s - time.monotonic()) > 0:
-                wait_s = 0.0 if wanted.newer_than is None else min(left_s, pull.MAX_WAIT_S)
+            while most_s := left_s(deadline_s):
+                wait_s = 0.0 if wanted.newer_than is None else min(most_s, pull.MAX_WAIT_S)
                 body = msgpack.encode(structs.replace(wanted, wait_s=wait_s))
                 # The source may take wait_s to answer.
-                status, answer = self._ask(control, "POST", "/v1/leases", left_s + wait_s, body)
+                status, answer = self._ask(control, "POST", "/v1/leases", most_s + wait_s, body)
                 if status == pull.GRANTED:
                     grant = decode_value(answer, pull.grant_decoder)
                     if not pull.fits(wanted, grant.version):

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled, why_not_mixed
 from torchferry.core.schedule import OVERDUE_S, PEER_S
+from torchferry.engine import threads
 from torchferry.engine.deadlines import left_s, wait_until
 from torchferry.engine.remote import RemoteSource, Via
 from torchferry.errors import (
@@ -82,13 +83,7 @@ class Sources:
         """Run `work` in a thread of this fetch; raises StateError if no thread can be started."""
         name = f"torchferry {self._name}: {len(self._threads) + 1}"
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if "can't start" not in str(error):  # Ctrl-C, at a moment that Python does not handle well
-                raise
-            limits = "check the limits of processes (ulimit -u, the pids cgroup) and of memory"
-            raise StateError(f"a thread can't be started: {error}; {limits}") from None
+        threads.start(thread)
         self._threads.append(thread)
         return thread
 
