@@ -10,8 +10,8 @@ from torchferry.core.leases import Reader as Reader
 from torchferry.core.report import FetchReport as FetchReport
 from torchferry.core.report import Report as Report
 from torchferry.core.report import SourceReport as SourceReport
-from torchferry.engine.caller import ProgressEvent as ProgressEvent
-from torchferry.engine.fetch import Fetched as Fetched
+from torchferry.engine.pull.caller import ProgressEvent as ProgressEvent
+from torchferry.engine.pull.fetch import Fetched as Fetched
 from torchferry.errors import BadArgument as BadArgument
 from torchferry.errors import BadManifest as BadManifest
 from torchferry.errors import CheckpointTimeout as CheckpointTimeout

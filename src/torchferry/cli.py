@@ -19,7 +19,7 @@ import typer
 
 from torchferry import __version__
 from torchferry.core.text import show_text
-from torchferry.engine.caller import ProgressEvent
+from torchferry.engine.pull.caller import ProgressEvent
 from torchferry.errors import BadArgument, FerryError, NotAuthorized, StateError
 from torchferry.fetching import fetch
 from torchferry.links.address import parse_address

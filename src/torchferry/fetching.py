@@ -14,10 +14,10 @@ from torchferry.arguments import Timeout
 from torchferry.core.compare import Extra
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine.caller import ProgressEvent
-from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
-from torchferry.engine.remote import Via
-from torchferry.engine.reshare import Resharing
+from torchferry.engine.pull.caller import ProgressEvent
+from torchferry.engine.pull.fetch import Fetched, FetchOptions, fetch_state
+from torchferry.engine.pull.remote import Via
+from torchferry.engine.pull.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument
 from torchferry.links.address import parse_address

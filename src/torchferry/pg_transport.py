@@ -22,8 +22,9 @@ from torchferry.arguments import (
 from torchferry.core.compare import Extra
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
-from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
-from torchferry.engine.transfer import OptionsT
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push.transfer import OptionsT
+from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument
 from torchferry.links.process_group import ProcessGroupLink
 

@@ -12,10 +12,10 @@ from torchferry import arguments
 from torchferry.arguments import Timeout
 from torchferry.core.leases import Reader
 from torchferry.engine.deadlines import left_s
-from torchferry.engine.published import SnapshotMemory, publish
-from torchferry.engine.pull_handler import PullHandler
-from torchferry.engine.reshare import Resharing
-from torchferry.engine.version_store import Readers, VersionStore
+from torchferry.engine.pull.handler import PullHandler
+from torchferry.engine.pull.published import SnapshotMemory, publish
+from torchferry.engine.pull.reshare import Resharing
+from torchferry.engine.pull.version_store import Readers, VersionStore
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import BadArgument, ReadersRemain
 from torchferry.links.address import Address, is_token, listen, parse_host, reachable_host

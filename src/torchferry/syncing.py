@@ -27,10 +27,10 @@ from torchferry.core.manifest import OPAQUE, VALUE, Leaf
 from torchferry.core.report import FetchReport
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path, occurrences
-from torchferry.engine.bundles import IncomingBundle, bundle_keys, receive_bundles
-from torchferry.engine.coordination import CALLED, LATE_S, Coordinator, Member
 from torchferry.engine.deadlines import left_s
-from torchferry.engine.published import digest_leaves
+from torchferry.engine.pull.published import digest_leaves
+from torchferry.engine.sync.bundles import IncomingBundle, bundle_keys, receive_bundles
+from torchferry.engine.sync.coordination import CALLED, LATE_S, Coordinator, Member
 from torchferry.errors import BadArgument, FerryError, LinkBroken, LinkTimeout
 from torchferry.links.address import own_host, parse_address
 from torchferry.serving import Source

@@ -18,6 +18,9 @@ PUBLIC = {PACKAGE, "torchferry.torchft"}
 
 # The layer of a module is the first entry that equals its name or is a parent of it.
 LAYERS = {
+    "torchferry.engine.push": "push",
+    "torchferry.engine.pull": "pull",
+    "torchferry.engine.sync": "sync",
     "torchferry.errors": "errors",
     "torchferry.torch_internals": "torch",
     "torchferry.core": "core",
@@ -46,8 +49,14 @@ MAY_IMPORT = {
     "links": {"links", "core", "errors", "torch"},
     "compat": {"tensors", "core", "errors", "torch"},
     "engine": {"engine", "compat", "tensors", "links", "core", "errors"},
-    "testing": {"testing", "engine", "tensors", "links", "core", "errors"},
-    "front door": {"front door", "engine", "compat", "tensors", "links", "core", "errors", "torch"},
+    "push": {"push", "engine", "compat", "tensors", "links", "core", "errors"},
+    "pull": {"pull", "engine", "compat", "tensors", "links", "core", "errors"},
+    "sync": {"sync", "pull", "engine", "compat", "tensors", "links", "core", "errors"},
+    "testing": {"testing", "push", "engine", "tensors", "links", "core", "errors"},
+    "front door": {
+        *("front door", "push", "pull", "sync"),
+        *("engine", "compat", "tensors", "links", "core", "errors", "torch"),
+    },
 }
 
 # The modules that core/ may import: no clock, no random numbers, no threads, no I/O.

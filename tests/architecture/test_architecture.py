@@ -116,6 +116,9 @@ class TestTheCheckerReports:
             ("torchferry.engine", "from torchferry.pg_transport import PGTransport"),
             ("torchferry.engine", "from torchferry.testing.links import MemoryLink"),
             ("torchferry.engine.run", "import torchferry.cli"),
+            ("torchferry.engine.push.send", "from torchferry.engine.pull import fetch"),
+            ("torchferry.engine.pull.fetch", "from torchferry.engine.sync import bundles"),
+            ("torchferry.engine.sink", "from torchferry.engine.push.send import send_state"),
             ("torchferry.testing.links", "import torchferry"),
             ("torchferry.errors", "from torchferry.core.plan import Plan"),
             ("torchferry.pg_transport", "from torchferry.testing import links"),
@@ -131,7 +134,8 @@ class TestTheCheckerReports:
             ("torchferry.tensors.kinds", "from torchferry.core.plan import Plan\nimport torch"),
             ("torchferry.engine", "from torchferry.links.base import Link"),
             ("torchferry.testing.links", "from torchferry import engine, errors"),
-            ("torchferry.pg_transport", "from torchferry.engine import send"),
+            ("torchferry.pg_transport", "from torchferry.engine.push import send"),
+            ("torchferry.engine.sync.bundles", "from torchferry.engine.pull.fetch import fetch_state"),
         ]:
             assert rules.layer_breaches(Module(name, source), self.KNOWN) == []
 

@@ -26,9 +26,9 @@ from torchferry.core.compare import compare
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import Plan
 from torchferry.core.push import MAX_METADATA_BYTES, TransferId
-from torchferry.engine import ReceiveOptions, receive_state
 from torchferry.engine.metadata import encode as encode_manifest
 from torchferry.engine.metadata import plan_incoming
+from torchferry.engine.push import ReceiveOptions, receive_state
 from torchferry.engine.workspace import Cache
 from torchferry.errors import BadManifest, FerryError, StateMismatch
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG

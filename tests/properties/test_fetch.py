@@ -18,7 +18,7 @@ from tests.properties.test_in_place import assert_received_in_place
 from tests.support.equality import assert_same
 from tests.support.sizes import examples
 from tests.support.states import Recipe, build
-from torchferry.engine import published
+from torchferry.engine.pull import published
 
 CHUNKS = st.sampled_from((1 << 20, 16, 48, 64, 1000))
 

@@ -33,7 +33,7 @@ from torchferry import PGTransport, StateMismatch
 from torchferry.core.extents import are_disjoint, footprint
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.tree import format_path
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.tensors.describe import describe
 from torchferry.testing import MemoryNetwork
 

@@ -20,7 +20,7 @@ from tests.support.states import Recipe, Value, build, make_value
 from tests.support.transfer import transfer
 from torchferry import PGTransport
 from torchferry.core.plan import CHUNK_BYTES
-from torchferry.engine import Workspace
+from torchferry.engine.workspace import Workspace
 
 TIMEOUT_S = 20.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.http_peers import TIMEOUT_S, request
 from torchferry import Source
 from torchferry.core.pull import Grant, LeaseRequest, Result
-from torchferry.engine.remote import RemoteSource
+from torchferry.engine.pull.remote import RemoteSource
 from torchferry.links.address import parse_address
 from torchferry.links.http_client import HttpConnection
 from torchferry.links.shared_memory import close_all

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torchferry import Source
 from torchferry.core.pull import Grant, LeaseRequest, Result
-from torchferry.engine.remote import RemoteSource
+from torchferry.engine.pull.remote import RemoteSource
 from torchferry.links.address import parse_address
 
 TIMEOUT_S = 10.0

@@ -23,9 +23,9 @@ import torchferry
 from tests.support.proxy import Exchange, Proxy
 from torchferry import ProgressEvent, Source, fetch, serve
 from torchferry.core import leases, pull
-from torchferry.engine.fetch import _Fetch
-from torchferry.engine.history import history
-from torchferry.engine.landing import Landing
+from torchferry.engine.pull.fetch import _Fetch
+from torchferry.engine.pull.history import history
+from torchferry.engine.pull.landing import Landing
 from torchferry.engine.sink import Sink
 
 MIB = 1 << 20

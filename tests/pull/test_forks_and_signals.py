@@ -343,7 +343,7 @@ def test_a_process_that_ends_during_a_fetch_of_a_daemon_thread_does_not_abort() 
 _FORK_DURING_A_FETCH = """
 import gc, os, sys, threading
 import torchferry
-from torchferry.engine.sources import Sources
+from torchferry.engine.pull.sources import Sources
 
 def hold(lock):
     lock.acquire()

@@ -20,9 +20,9 @@ from torch.optim import lr_scheduler as lrs
 import torchferry
 from tests.support.equality import assert_same
 from torchferry import Fetched, StateMismatch, TargetTorn, fetch, serve
-from torchferry.engine.fetch import _Fetch
-from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading
+from torchferry.engine.pull.fetch import _Fetch
+from torchferry.engine.pull.landing import Landing
 
 
 def ship(state: object, into: Any, **options: Any) -> Fetched:

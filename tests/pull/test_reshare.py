@@ -47,8 +47,8 @@ from tests.support.pull import (
 from tests.support.solo import Solo, SoloError, Solos
 from torchferry.core.pull import Grant, LeaseRequest
 from torchferry.core.report import FetchReport
-from torchferry.engine.caller import ProgressEvent
-from torchferry.engine.fetch import Fetched
+from torchferry.engine.pull.caller import ProgressEvent
+from torchferry.engine.pull.fetch import Fetched
 from torchferry.errors import BadArgument, FerryError, SourcesLost, StateMismatch
 from torchferry.links.address import parse_address
 from torchferry.serving import Source

@@ -28,7 +28,7 @@ from tests.support.pull import (
 )
 from tests.support.solo import Solo, Solos
 from torchferry.core.report import FetchReport, SourceReport
-from torchferry.engine import receiving
+from torchferry.engine.pull import receiving
 from torchferry.errors import LinkStalled, LinkTimeout, SourcesLost, TornAndBroken, TornAndLate
 from torchferry.links.address import parse_address
 

@@ -19,7 +19,7 @@ from tests.support.proxy import Exchange
 from tests.support.proxy import Proxy as DetailedProxy
 from tests.support.pull import MIB, contents_by_path, old_state, serve_state
 from tests.support.solo import Solos
-from torchferry.engine.remote import RemoteSource
+from torchferry.engine.pull.remote import RemoteSource
 from torchferry.links import sockets
 from torchferry.links.http_client import HttpConnection
 
@@ -235,8 +235,8 @@ def test_a_failed_fetch_waits_once_for_a_source_that_does_not_take_its_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RemoteSource, "tell", lambda *_: time.sleep(5))
-    monkeypatch.setattr("torchferry.engine.fetch._REFUSED_S", 1.0)
-    monkeypatch.setattr("torchferry.engine.sources._TELL_S", 1.0)
+    monkeypatch.setattr("torchferry.engine.pull.fetch._REFUSED_S", 1.0)
+    monkeypatch.setattr("torchferry.engine.pull.sources._TELL_S", 1.0)
     with torchferry.serve({"w": torch.zeros(3)}, version=1) as source:
         began_s = time.monotonic()
         with pytest.raises(torchferry.StateMismatch):

@@ -22,7 +22,7 @@ from tests.faults.controller import wait_until
 from tests.pull.readers import slow_reader
 from torchferry import Source, fetch, serve
 from torchferry.core.pull import Result
-from torchferry.engine import published
+from torchferry.engine.pull import published
 from torchferry.engine.source import digest
 from torchferry.errors import LinkError
 

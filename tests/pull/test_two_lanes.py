@@ -11,8 +11,8 @@ import torch
 
 import torchferry
 from tests.support.proxy import Exchange, Proxy
-from torchferry.engine.receiving import Receiving
-from torchferry.engine.sources import Sources
+from torchferry.engine.pull.receiving import Receiving
+from torchferry.engine.pull.sources import Sources
 from torchferry.errors import StateError
 
 STATE = {"w": torch.arange(3 << 20)}  # 24 MiB

@@ -19,7 +19,7 @@ from tests.support.sizes import count
 from torchferry.core import codec, push, watch
 from torchferry.core.outcome import ChunkState, Outcome
 from torchferry.core.plan import Chunk
-from torchferry.engine import lanes, receive, relay, send, transfer
+from torchferry.engine.push import lanes, receive, relay, send, transfer
 from torchferry.engine.sink import Sink
 from torchferry.errors import LinkBroken, SendBroken
 from torchferry.testing.simulation import CheckFailed, simulate

@@ -8,7 +8,8 @@ from typing import Any
 from torchferry.core.plan import CHUNK_BYTES
 from torchferry.core.push import MAX_METADATA_BYTES
 from torchferry.core.report import Report
-from torchferry.engine import ReceiveOptions, SendOptions, Workspace, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.workspace import Workspace
 from torchferry.testing import MemoryNetwork
 
 TIMEOUT_S = 10.0

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torchferry
 from tests.support.children import Child, child, unused_port, wait_until
 from tests.support.cluster import Cluster, Outcome, WorkerDied
-from torchferry.engine import bundles
-from torchferry.engine.coordination import Member
-from torchferry.engine.published import Published
-from torchferry.engine.version_store import VersionStore
+from torchferry.engine.pull.published import Published
+from torchferry.engine.pull.version_store import VersionStore
+from torchferry.engine.sync import bundles
+from torchferry.engine.sync.coordination import Member
 from torchferry.links.http_client import HttpConnection
 from torchferry.serving import Source
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import torchferry
 from tests.support.cluster import Cluster
 from tests.sync.test_sync import TIMEOUT_S
-from torchferry.engine.landing import Landing
+from torchferry.engine.pull.landing import Landing
 
 
 class Training:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import torchferry
 from tests.support.cluster import Cluster, RemoteError
-from torchferry.engine import published
+from torchferry.engine.pull import published
 from torchferry.engine.source import digest
 
 TIMEOUT_S = 20

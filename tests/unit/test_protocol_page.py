@@ -25,9 +25,10 @@ from torchferry.core.manifest import PICKLED, VALUE, Manifest, TensorSpec
 from torchferry.core.plan import MAX_CHUNKS, make_plan
 from torchferry.core.pull import FetchState, LeaseState
 from torchferry.core.push import MAX_METADATA_BYTES, ReceiverState, SenderState
-from torchferry.engine import SendOptions, remote, send_state
-from torchferry.engine.coordination import Coordinator
-from torchferry.engine.pull_handler import _LEASE_PATH
+from torchferry.engine.pull import remote
+from torchferry.engine.pull.handler import _LEASE_PATH
+from torchferry.engine.push import SendOptions, send_state
+from torchferry.engine.sync.coordination import Coordinator
 from torchferry.links import http_server, sockets
 from torchferry.links.http import MAX_HEAD_BYTES
 from torchferry.serving import serve

@@ -1,11 +1,5 @@
-"""The engine: the push over a link (`send`, `receive`), the pull over HTTP (`published`, `fetch`), and the
-agreement of a sync (`coordination`, `bundles`).
+"""The engine, the one place where core, tensors and links meet: deadlines, threads, windows and staging.
 
-It is the one place where core, tensors and links meet. It has the deadlines, threads, windows and staging.
+Here is what a push and a pull share: the bytes of a described state (`source`, `sink`, `target`, `loading`),
+plans and buffers (`metadata`, `workspace`), and deadlines. `push`, `pull` and `sync` have the rest.
 """
-
-from torchferry.engine.receive import ReceiveOptions, receive_state
-from torchferry.engine.send import SendOptions, send_state
-from torchferry.engine.workspace import Workspace
-
-__all__ = ["ReceiveOptions", "SendOptions", "Workspace", "receive_state", "send_state"]

@@ -24,7 +24,7 @@ from torchferry.core.plan import Chunk, Piece, Plan
 from torchferry.core.tree import Path, occurrences
 from torchferry.engine.source import digest
 from torchferry.engine.workspace import Staging
-from torchferry.errors import StateError
+from torchferry.errors import FerryError, StateError, torn_after
 from torchferry.tensors.describe import Description
 from torchferry.tensors.fresh import FreshMemory, find_bytes_storages
 from torchferry.tensors.memory import (
@@ -372,3 +372,30 @@ def _is_cpu(device: torch.device) -> bool:
 def _is_copied_once(pair: tuple[Piece, Destinations]) -> bool:
     _, destination = pair
     return len(destination.direct) == 1 and not destination.itemwise
+
+
+def with_outcome(
+    error: BaseException,
+    sink: Sink,
+    *,
+    peer: int | None,
+    phase: str,
+    keep: bool = False,
+    outcome: Outcome | None = None,
+) -> BaseException:
+    """Return an error that says what a failed transfer did to the local state.
+
+    With `keep`, it is the same error with a note, as KeyboardInterrupt and SystemExit always are.
+    `outcome` is given if the sink does not know it.
+    """
+    if outcome is None and sink.has_written:
+        outcome = sink.outcome()
+    # What was received into fresh memory overwrites nothing.
+    if outcome is None or not (outcome.whole or outcome.torn):
+        unchanged = "; nothing was overwritten"
+        return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
+    torn = torn_after(error, **outcome._asdict())
+    if isinstance(error, Exception) and not keep:
+        return torn.with_context(peer=peer, phase=phase)
+    error.add_note(torn.what)
+    return error

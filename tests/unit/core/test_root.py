@@ -21,7 +21,7 @@ from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import Plan, make_plan
 from torchferry.core.pull import PULL_CHUNK_BYTES
 from torchferry.core.root import root_of
-from torchferry.engine.published import Published, SnapshotMemory, publish
+from torchferry.engine.pull.published import Published, SnapshotMemory, publish
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import Unsendable
 from torchferry.tensors.memory import CPU

@@ -11,10 +11,11 @@ import torch
 from tests.support.equality import assert_same
 from torchferry.core.outcome import ChunkState, Outcome
 from torchferry.core.plan import Chunk
-from torchferry.engine import Workspace, metadata
+from torchferry.engine import metadata
 from torchferry.engine.sink import Sink
 from torchferry.engine.source import ChunkSource
 from torchferry.engine.target import Target, target_in_new_memory, target_in_place
+from torchferry.engine.workspace import Workspace
 from torchferry.errors import StateError
 from torchferry.tensors import fresh
 from torchferry.tensors.describe import describe, describe_target

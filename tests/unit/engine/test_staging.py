@@ -8,14 +8,9 @@ import torch
 from tests.support.transfer import TIMEOUT_S
 from torchferry.core.plan import CHUNK_BYTES, WINDOW_BYTES
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import (
-    ReceiveOptions,
-    SendOptions,
-    Workspace,
-    receive_state,
-    send_state,
-    workspace,
-)
+from torchferry.engine import workspace
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.workspace import Workspace
 from torchferry.errors import LinkTimeout
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Pending
 from torchferry.testing import MemoryLink, MemoryNetwork

@@ -15,8 +15,8 @@ from tests.support.transfer import transfer
 from torchferry.core import codec
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.plan import make_plan
-from torchferry.engine import Workspace, metadata, workspace
-from torchferry.engine.workspace import Cache
+from torchferry.engine import metadata, workspace
+from torchferry.engine.workspace import Cache, Workspace
 from torchferry.errors import StateMismatch, Unsendable
 
 COUNT = 40

@@ -127,7 +127,7 @@ def transfer_without(rank: int, missing: dict[int, str], name: str = "tied") -> 
 
 MISSING = {
     "no socket": {0: "torchferry.links.memory_channel.listen_locally"},
-    "another machine": {1: "torchferry.engine.receive.take_offer"},
+    "another machine": {1: "torchferry.engine.push.receive.take_offer"},
     "another user": {1: "torchferry.links.memory_channel.connect_locally"},
     "no memory for the sender": {0: "torchferry.links.ring.SharedBlock"},
     "no memory for the receiver": {1: "torchferry.links.ring.map_received"},
@@ -140,7 +140,7 @@ def test_without_shared_memory_the_state_comes_over_the_group(missing: Any, pair
 
 
 def test_one_of_three_receivers_declines(quad: Cluster) -> None:
-    found = quad.run(transfer_without, {2: "torchferry.engine.receive.take_offer"}, "packed")
+    found = quad.run(transfer_without, {2: "torchferry.engine.push.receive.take_offer"}, "packed")
     assert found == ["memory and group", "memory", "group", "memory"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import PeerGaveUp, Unsendable
 from torchferry.testing import MemoryNetwork
 

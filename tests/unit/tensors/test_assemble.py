@@ -13,7 +13,7 @@ from torchferry.core.codec import Frame, encode, encode_value
 from torchferry.core.manifest import FORM, Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.plan import make_plan
 from torchferry.core.push import TransferId
-from torchferry.engine import ReceiveOptions, receive_state
+from torchferry.engine.push import ReceiveOptions, receive_state
 from torchferry.errors import BadManifest, FerryError
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
 from torchferry.testing import MemoryNetwork

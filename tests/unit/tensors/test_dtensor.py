@@ -21,7 +21,7 @@ from tests.support.equality import assert_same
 from tests.support.transfer import transfer
 from tests.unit.tensors.refusing import refusal_at_a_path
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import BadManifest, StateMismatch
 from torchferry.tensors.describe import describe
 from torchferry.tensors.kinds import check_form

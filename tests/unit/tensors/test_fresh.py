@@ -14,7 +14,7 @@ from torchferry.core.extents import Extent
 from torchferry.core.manifest import Manifest
 from torchferry.core.plan import PACK_FROM, make_plan
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.engine.target import target_in_new_memory
 from torchferry.engine.workspace import Cache
 from torchferry.errors import StateError

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.transfer import TIMEOUT_S, transfer
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import StateMismatch
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork

@@ -69,7 +69,7 @@ from torchferry.core.manifest import Branch, Leaf, Manifest, Special, TensorSpec
 from torchferry.core.codec import encode_value
 from torchferry.core.push import TransferId
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG
-from torchferry.engine import ReceiveOptions, receive_state
+from torchferry.engine.push import ReceiveOptions, receive_state
 from torchferry.errors import UnknownType
 from torchferry.testing import MemoryNetwork
 

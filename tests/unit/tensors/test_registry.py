@@ -16,7 +16,7 @@ import torch
 from tests.support.transfer import TIMEOUT_S, transfer
 from torchferry import register
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import BadArgument, BadManifest, UnknownType
 from torchferry.tensors import registry
 from torchferry.testing import MemoryNetwork

@@ -276,7 +276,7 @@ def test_a_receiver_that_has_not_registered_the_class_does_not_import_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torchferry.core.push import MAX_METADATA_BYTES
-    from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+    from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
     from torchferry.testing import MemoryNetwork
 
     network = MemoryNetwork()

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchferry.engine.lanes import Lane, Runner, deadline_passed
-from torchferry.engine.relay import Until
+from torchferry.engine.push.lanes import Lane, Runner, deadline_passed
+from torchferry.engine.push.relay import Until
 from torchferry.errors import FerryError, LinkBroken
 from torchferry.links.base import FRAME_TAG, LENGTH_TAG, Link
 from torchferry.testing.simulation.world import Process, World

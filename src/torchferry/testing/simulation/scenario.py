@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchferry.core.push import BLOCK_CHUNKS
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.errors import FerryError, PeerGaveUp, SendFailed, StateMismatch, TargetTorn, Unsendable
 from torchferry.testing.simulation.network import Damage, Network, SimulatedRunner
 from torchferry.testing.simulation.world import World

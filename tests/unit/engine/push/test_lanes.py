@@ -8,8 +8,8 @@ import time
 import pytest
 
 from torchferry.core.watch import Limits
-from torchferry.engine import lanes
-from torchferry.engine.lanes import Cancellation, Lane, Progress, Runner, Steps, run_lanes
+from torchferry.engine.push import lanes
+from torchferry.engine.push.lanes import Cancellation, Lane, Progress, Runner, Steps, run_lanes
 from torchferry.errors import LinkBroken, LinkStalled, LinkTimeout
 from torchferry.links.base import Pending
 from torchferry.testing import MemoryLink, MemoryNetwork

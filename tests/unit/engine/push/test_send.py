@@ -11,7 +11,7 @@ import torch
 from tests.support.links import FreeingLink, ShortLink
 from torchferry.core.plan import WINDOW_BYTES, Chunk
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send, send_state
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send, send_state
 from torchferry.engine.source import ChunkSource
 from torchferry.errors import (
     LinkBroken,

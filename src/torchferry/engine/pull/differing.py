@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchferry.core.outcome import ChunkState
 from torchferry.core.plan import Chunk
-from torchferry.engine.history import history
+from torchferry.engine.pull.history import history
 from torchferry.engine.sink import Sink
 from torchferry.engine.workspace import Staging
 from torchferry.errors import LinkTimeout

@@ -12,7 +12,7 @@ from torchferry.core.pull import Grant, LeaseRequest, Result, choose, is_settled
 from torchferry.core.schedule import OVERDUE_S, PEER_S
 from torchferry.engine import threads
 from torchferry.engine.deadlines import left_s, wait_until
-from torchferry.engine.remote import RemoteSource, Via
+from torchferry.engine.pull.remote import RemoteSource, Via
 from torchferry.errors import (
     BadManifest,
     Corrupted,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torchferry.core.leases import Lease, Leases, Reader
 from torchferry.core.pull import LeaseRequest, Peer, Result
-from torchferry.engine.published import Published
+from torchferry.engine.pull.published import Published
 from torchferry.errors import LinkBroken, ReadersRemain
 from torchferry.links.shared_memory import SharedBlock
 

@@ -33,9 +33,9 @@ from torchferry.core.push import (
 )
 from torchferry.core.report import Report
 from torchferry.engine import metadata
-from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
+from torchferry.engine.push.lanes import Cancellation, Lane, Progress, Steps
+from torchferry.engine.push.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.source import NOT_HASHED, ChunkSource, first_bytes
-from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,

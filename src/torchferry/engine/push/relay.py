@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torchferry.engine.lanes import Progress, Steps
-from torchferry.engine.transfer import InFlight, Window
+from torchferry.engine.push.lanes import Progress, Steps
+from torchferry.engine.push.transfer import InFlight, Window
 from torchferry.engine.workspace import Staging
 from torchferry.errors import LinkTimeout, PeerGaveUp
 from torchferry.links.base import Channel

@@ -26,9 +26,9 @@ from torchferry.core.schedule import (
     Schedule,
 )
 from torchferry.engine.deadlines import left_s
-from torchferry.engine.landing import Landing
-from torchferry.engine.remote import TOO_SLOW, LeaseEnded, RemoteSource
-from torchferry.engine.sources import Sources
+from torchferry.engine.pull.landing import Landing
+from torchferry.engine.pull.remote import TOO_SLOW, LeaseEnded, RemoteSource
+from torchferry.engine.pull.sources import Sources
 from torchferry.errors import Corrupted, LinkError, LinkStalled, LinkTimeout, PeerError, StateError
 from torchferry.links.http_client import HttpConnection, MemoryUnusable
 

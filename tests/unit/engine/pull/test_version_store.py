@@ -10,8 +10,8 @@ import torch
 
 from torchferry.core.leases import Lease
 from torchferry.core.pull import LeaseRequest, Result
-from torchferry.engine.published import Published, SnapshotMemory, publish
-from torchferry.engine.version_store import Readers, VersionStore
+from torchferry.engine.pull.published import Published, SnapshotMemory, publish
+from torchferry.engine.pull.version_store import Readers, VersionStore
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import ReadersRemain
 from torchferry.tensors.memory import CPU

@@ -27,19 +27,19 @@ from torchferry.core.schedule import OVERDUE_S
 from torchferry.core.text import show_error
 from torchferry.core.tree import format_path
 from torchferry.engine import metadata
-from torchferry.engine.caller import Caller, ProgressEvent
 from torchferry.engine.deadlines import left_s
-from torchferry.engine.differing import differing_chunks
-from torchferry.engine.history import history
-from torchferry.engine.landing import Landing
 from torchferry.engine.loading import Loading
-from torchferry.engine.receiving import Receiving
-from torchferry.engine.remote import TOO_SLOW, RemoteSource, Via
-from torchferry.engine.reshare import Resharing
-from torchferry.engine.sink import Sink
-from torchferry.engine.sources import Sources
+from torchferry.engine.phases import Phases
+from torchferry.engine.pull.caller import Caller, ProgressEvent
+from torchferry.engine.pull.differing import differing_chunks
+from torchferry.engine.pull.history import history
+from torchferry.engine.pull.landing import Landing
+from torchferry.engine.pull.receiving import Receiving
+from torchferry.engine.pull.remote import TOO_SLOW, RemoteSource, Via
+from torchferry.engine.pull.reshare import Resharing
+from torchferry.engine.pull.sources import Sources
+from torchferry.engine.sink import Sink, with_outcome
 from torchferry.engine.target import Target, target_in_new_memory, target_in_place
-from torchferry.engine.transfer import Phases, with_outcome
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     BadManifest,

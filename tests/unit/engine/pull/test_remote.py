@@ -15,7 +15,7 @@ import torchferry
 from tests.support.proxy import Exchange, Proxy
 from torchferry.core import pull
 from torchferry.core.pull import LeaseRequest, Result
-from torchferry.engine.remote import RemoteSource
+from torchferry.engine.pull.remote import RemoteSource
 from torchferry.errors import LinkTimeout
 from torchferry.links.address import parse_address
 from torchferry.links.http_client import HttpConnection

@@ -13,7 +13,8 @@ from tests.support.links import FreeingLink
 from torchferry.core.codec import Frame, encode
 from torchferry.core.manifest import Leaf, Manifest, TensorSpec
 from torchferry.core.push import MAX_METADATA_BYTES
-from torchferry.engine import ReceiveOptions, SendOptions, receive_state, send_state, sink, target
+from torchferry.engine import sink, target
+from torchferry.engine.push import ReceiveOptions, SendOptions, receive_state, send_state
 from torchferry.engine.source import digest
 from torchferry.errors import (
     BadManifest,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torchferry.core.plan import Chunk
-from torchferry.engine import published
-from torchferry.engine.published import Published, SnapshotMemory, publish
+from torchferry.engine.pull import published
+from torchferry.engine.pull.published import Published, SnapshotMemory, publish
 from torchferry.engine.source import ChunkSource
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import StateError

@@ -1,7 +1,5 @@
-"""What both ends of a transfer have: options, a deadline, phases, and a window of messages in flight."""
+"""What both ends of a push have: options, a deadline, and a window of messages in flight."""
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +9,12 @@ import torch
 from xxhash import xxh3_64
 
 from torchferry.core.manifest import Manifest
-from torchferry.core.outcome import Outcome, paths_of
+from torchferry.core.outcome import paths_of
 from torchferry.core.plan import IN_PLACE_WINDOW_BYTES, WINDOW_BYTES, Chunk, Plan
 from torchferry.core.push import DigestBlock
 from torchferry.core.watch import Limits
-from torchferry.engine.lanes import Lane, Progress, Runner, Steps, run_lanes
-from torchferry.engine.sink import Sink
+from torchferry.engine.phases import Phases
+from torchferry.engine.push.lanes import Lane, Progress, Runner, Steps, run_lanes
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     Corrupted,
@@ -25,11 +23,8 @@ from torchferry.errors import (
     LinkStalled,
     LinkTimeout,
     PeerGaveUp,
-    torn_after,
 )
 from torchferry.links.base import Link, Pending
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,31 +50,6 @@ class TransferOptions:
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=TransferOptions)
-
-
-class Phases:
-    """Times the phases of one transfer in real time, and logs them."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._phase = ""
-        self._seconds: dict[str, float] = {}
-        self._started = 0.0
-
-    def _enter_phase(self, phase: str) -> None:
-        if phase != self._phase:
-            self._finish_phase()
-            self._phase = phase
-            self._started = time.perf_counter()
-            logger.debug("%s: %s started", self._name, phase)
-
-    def _finish_phase(self, outcome: str = "complete") -> dict[str, float]:
-        """End the current phase, and return the seconds of each phase."""
-        if self._phase:
-            seconds = time.perf_counter() - self._started
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + seconds
-            logger.debug("%s: %s %s after %.6f s", self._name, self._phase, outcome, seconds)
-        return self._seconds
 
 
 class Transfer(Phases, Generic[OptionsT]):
@@ -125,33 +95,6 @@ class Transfer(Phases, Generic[OptionsT]):
             if not isinstance(error, LinkStalled):
                 more += f"{'' if more.endswith('?') else '.'} The timeout was {self._options.timeout_s:g} s"
         return error.with_context(peer=progress.peer, path=path, phase=phase, more=more)
-
-
-def with_outcome(
-    error: BaseException,
-    sink: Sink,
-    *,
-    peer: int | None,
-    phase: str,
-    keep: bool = False,
-    outcome: Outcome | None = None,
-) -> BaseException:
-    """Return an error that says what a failed transfer did to the local state.
-
-    With `keep`, it is the same error with a note, as KeyboardInterrupt and SystemExit always are.
-    `outcome` is given if the sink does not know it.
-    """
-    if outcome is None and sink.has_written:
-        outcome = sink.outcome()
-    # What was received into fresh memory overwrites nothing.
-    if outcome is None or not (outcome.whole or outcome.torn):
-        unchanged = "; nothing was overwritten"
-        return error.with_context(more=unchanged) if isinstance(error, FerryError) else error
-    torn = torn_after(error, **outcome._asdict())
-    if isinstance(error, Exception) and not keep:
-        return torn.with_context(peer=peer, phase=phase)
-    error.add_note(torn.what)
-    return error
 
 
 class InFlight(NamedTuple):

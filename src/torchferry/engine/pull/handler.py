@@ -9,8 +9,8 @@ from msgspec import msgpack
 from torchferry.core import pull
 from torchferry.core.codec import decode_value
 from torchferry.core.leases import Lease
-from torchferry.engine.published import Published
-from torchferry.engine.version_store import VersionStore
+from torchferry.engine.pull.published import Published
+from torchferry.engine.pull.version_store import VersionStore
 from torchferry.errors import LinkBroken, NoSuchVersion, PeerError, PeerGaveUp, StateError
 from torchferry.links.server_connection import Request, Response
 

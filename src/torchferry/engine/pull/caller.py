@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from torchferry.engine.receiving import EVENT_BYTES, EVENT_S, Receiving
-from torchferry.engine.sources import Sources
+from torchferry.engine.pull.receiving import EVENT_BYTES, EVENT_S, Receiving
+from torchferry.engine.pull.sources import Sources
 from torchferry.errors import LinkTimeout
 
 T = TypeVar("T")

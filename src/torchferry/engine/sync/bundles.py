@@ -20,9 +20,9 @@ from torchferry.core.manifest import Manifest
 from torchferry.core.pull import LeaseRequest
 from torchferry.core.report import FetchReport, merge_reports
 from torchferry.core.tree import Path, format_path, occurrences, rebuild_places
-from torchferry.engine.fetch import Fetched, FetchOptions, fetch_state
 from torchferry.engine.loading import Loading
-from torchferry.engine.reshare import Resharing
+from torchferry.engine.pull.fetch import Fetched, FetchOptions, fetch_state
+from torchferry.engine.pull.reshare import Resharing
 from torchferry.engine.workspace import Workspace
 from torchferry.errors import (
     FerryError,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchferry.engine.lanes import Cancellation, Lane, Progress, Runner
+from torchferry.engine.push.lanes import Cancellation, Lane, Progress, Runner
 
 
 def one_lane() -> Lane[Any]:

@@ -32,13 +32,13 @@ from torchferry.core.push import (
     payload_order,
 )
 from torchferry.core.report import Report
-from torchferry.engine.lanes import Cancellation, Lane, Progress, Steps
 from torchferry.engine.metadata import decode, encode, plan_incoming
-from torchferry.engine.relay import Relay
-from torchferry.engine.sink import Sink
+from torchferry.engine.push.lanes import Cancellation, Lane, Progress, Steps
+from torchferry.engine.push.relay import Relay
+from torchferry.engine.push.transfer import InFlight, Transfer, TransferOptions, Window
+from torchferry.engine.sink import Sink, with_outcome
 from torchferry.engine.source import first_bytes
 from torchferry.engine.target import Target, target_in_new_memory, target_in_place
-from torchferry.engine.transfer import InFlight, Transfer, TransferOptions, Window, with_outcome
 from torchferry.engine.workspace import Staging, Workspace
 from torchferry.errors import (
     BadManifest,

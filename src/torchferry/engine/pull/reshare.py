@@ -16,10 +16,10 @@ from torchferry.core.codec import EncodedManifest
 from torchferry.core.outcome import paths_of
 from torchferry.core.plan import Plan
 from torchferry.core.pull import Grant
-from torchferry.engine.landing import Landing
-from torchferry.engine.published import Published, SnapshotMemory
-from torchferry.engine.pull_handler import PullHandler
-from torchferry.engine.version_store import VersionStore
+from torchferry.engine.pull.handler import PullHandler
+from torchferry.engine.pull.landing import Landing
+from torchferry.engine.pull.published import Published, SnapshotMemory
+from torchferry.engine.pull.version_store import VersionStore
 from torchferry.errors import BadArgument, StateError
 from torchferry.links.address import listen
 from torchferry.links.http_server import HttpServer

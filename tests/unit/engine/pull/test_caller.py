@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from torchferry.core.pull import LeaseRequest
-from torchferry.engine.caller import Caller
-from torchferry.engine.sources import Sources
+from torchferry.engine.pull.caller import Caller
+from torchferry.engine.pull.sources import Sources
 
 original = threading.Thread.start
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchferry.core.report import FetchReport
 from torchferry.core.tree import Path
-from torchferry.engine.bundles import IncomingBundle, _BundleFetches, bundle_keys
-from torchferry.engine.fetch import Fetched
+from torchferry.engine.pull.fetch import Fetched
+from torchferry.engine.sync.bundles import IncomingBundle, _BundleFetches, bundle_keys
 from torchferry.errors import LinkBroken, TargetTorn, torn_after
 from torchferry.tensors.kinds import RebuildContext
 
