@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -182,7 +183,9 @@ def test_a_chunk_that_is_overdue_is_asked_for_elsewhere_after_its_connection_was
     result = fetched(receiver, proxies)
     slow, _ = by_source(result, proxies)
     [failure] = slow.failures
-    assert failure.startswith("the connection was too slow, so it was closed: no bytes for 1")
+    # The half that arrived may already have taken longer than a whole chunk should.
+    why = r"no bytes for|its next chunk took"
+    assert re.fullmatch(rf"the connection was too slow, so it was closed: ({why}) 1(\.\d)? s", failure)
     assert 0.9 < closed_s[0] - stalled.happened_s < 1.5
     again = [when_s for when_s, chunks in asked if held[0].start in chunks]
     # The kernel may tell the proxy of the end a moment later.

@@ -19,6 +19,7 @@ from tests.support.proxy import Exchange
 from tests.support.proxy import Proxy as DetailedProxy
 from tests.support.pull import MIB, contents_by_path, old_state, serve_state
 from tests.support.solo import Solos
+from torchferry.engine.pull.connections import Connections
 from torchferry.engine.pull.remote import RemoteSource
 from torchferry.links import sockets
 from torchferry.links.http_client import HttpConnection
@@ -249,11 +250,11 @@ def test_connections_that_the_network_lost_are_replaced(monkeypatch: pytest.Monk
     monkeypatch.setattr(sockets, "LOST_S", 2)
     lost: list[HttpConnection] = []
     opened: list[HttpConnection] = []
-    add = RemoteSource._add
+    add = Connections._add
 
-    def note(remote: RemoteSource, connection: HttpConnection) -> None:
+    def note(self: Connections, connection: HttpConnection) -> None:
         opened.append(connection)
-        add(remote, connection)
+        add(self, connection)
 
     def lose_all(event: torchferry.ProgressEvent) -> None:
         if event.bytes_moved and not lost:
@@ -261,7 +262,7 @@ def test_connections_that_the_network_lost_are_replaced(monkeypatch: pytest.Monk
             for connection in lost:
                 lose(connection._sock)
 
-    monkeypatch.setattr(RemoteSource, "_add", note)
+    monkeypatch.setattr(Connections, "_add", note)
     state = {"w": torch.arange(64 << 20, dtype=torch.uint8)}
     local = {"w": torch.zeros_like(state["w"])}
     with torchferry.serve(state, version=1) as source:

@@ -82,7 +82,7 @@ class HttpConnection:
         self._lock = threading.Lock()
         self._sock: socket.socket
         try:
-            self._connect(min(timeout_s, sockets.MAX_WAIT_S), connecting)
+            self._connect(sockets.timeout_of(timeout_s), connecting)
             if address.secure and local is None:
                 context = tls or ssl.create_default_context()
                 # The handshake comes afterwards, so that `shut_down` can end it.
@@ -150,7 +150,7 @@ class HttpConnection:
             ("Content-Length", str(len(body))),
         ]
         try:
-            self._sock.settimeout(min(timeout_s, sockets.MAX_WAIT_S))
+            self._sock.settimeout(sockets.timeout_of(timeout_s))
             head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
             self._sock.sendall(head + body)
             self._parsers.append(parser)

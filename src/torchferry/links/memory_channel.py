@@ -27,11 +27,11 @@ from torchferry.links.lifecycle import close_after_fork
 from torchferry.links.ring import MAX_SLOT_BYTES, SLOTS, Ring, create_ring, map_ring
 from torchferry.links.shared_memory import close_all, close_memfds
 from torchferry.links.sockets import (
-    MAX_WAIT_S,
     close_descriptor,
     connect_locally,
     listen_locally,
     shut_down,
+    timeout_of,
     user_of,
 )
 
@@ -105,7 +105,7 @@ def take_offer(
     """Connect to a sender of the same user on this machine; raises OSError, which says why that failed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(min(timeout_s, MAX_WAIT_S))
+        sock.settimeout(timeout_of(timeout_s))
         connect_locally(sock, _name(token, receiver))
         sock.sendall(nonce)
     except BaseException:
@@ -240,7 +240,7 @@ class MemoryChannel:
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        self._sock.settimeout(min(left_s, MAX_WAIT_S))
+        self._sock.settimeout(timeout_of(left_s))
 
 
 AnyChannel: TypeAlias = Channel | MemoryChannel

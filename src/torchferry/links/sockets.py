@@ -5,8 +5,10 @@ import socket
 import struct
 from contextlib import suppress
 
-MAX_WAIT_S = 1e6
+_MAX_WAIT_S = 1e6
 """The longest timeout of a socket, about 11 days. The system counts milliseconds in 31 bits."""
+_MIN_WAIT_S = 0.001
+"""The shortest: 0 would make it non-blocking."""
 
 LOST_S = 10
 """A TCP connection is lost if the kernel of the other machine acknowledges nothing for so many seconds: that
@@ -15,6 +17,11 @@ _PROBES = 4
 """How many probes of a silent connection must go unanswered."""
 
 _UCRED = struct.Struct("3i")  # process, user, group
+
+
+def timeout_of(timeout_s: float) -> float:
+    """Return a timeout that a socket can have."""
+    return min(max(timeout_s, _MIN_WAIT_S), _MAX_WAIT_S)
 
 
 def prepare(sock: socket.socket) -> None:

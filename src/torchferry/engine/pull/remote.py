@@ -4,11 +4,9 @@ import os
 import ssl
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
 
 from msgspec import msgpack, structs
 
@@ -19,6 +17,7 @@ from torchferry.core.report import SourceReport
 from torchferry.core.schedule import PEER_S, Backoff
 from torchferry.core.text import show_text
 from torchferry.engine.deadlines import left_s
+from torchferry.engine.pull.connections import Connections
 from torchferry.errors import (
     BadManifest,
     Corrupted,
@@ -37,9 +36,6 @@ from torchferry.links.http_client import HttpConnection, MemoryUnusable
 _MAX_ANSWER_BYTES = 64 << 10
 """The longest answer that is neither metadata nor chunks."""
 
-_MIN_WAIT_S = 0.001
-"""The shortest timeout of a socket: 0 would make it non-blocking."""
-
 _LEAVE_S = 1.0
 """How long a receiver tries to tell a source that it is not used."""
 
@@ -53,8 +49,6 @@ class LeaseEnded(LinkBroken):
     """The source ended the lease. The receiver may ask for another."""
 
 
-T = TypeVar("T")
-
 Via = Literal["tcp", "memory"]
 """How chunks travel: over TCP, or through memory of this machine."""
 
@@ -67,21 +61,6 @@ _ERRORS: dict[int, type[FerryError]] = {
 """The error for each status that a source sends with a reason."""
 
 
-@dataclass
-class _Control:
-    """The connection that opened a lease. If a request failed, it `is_spoilt`: an answer may be late."""
-
-    connection: HttpConnection
-    is_used: bool = False
-    is_spoilt: bool = False
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it can take a request. After a long silence, a firewall may have forgotten it."""
-        is_recent = time.monotonic() < self.connection.heard_s + pull.ALIVE_S
-        return is_recent and not self.is_used and not self.is_spoilt
-
-
 class RemoteSource:
     """One source. It has a grant once it gave a lease, and an error once it is given up.
 
@@ -91,9 +70,8 @@ class RemoteSource:
     and returns the port; `host` is this process's own address, as seen from the source. `open` keeps host and
     port in `own_address`. `heard_s` is when bytes of metadata last arrived.
 
-    The connection that opened the lease stays open beside those that read chunks, so the lease outlasts a
-    connection that breaks. It also takes the requests for metadata (of a single source), `damaged` and
-    `result`, if no other thread uses it. `alive` has a connection of its own, `_alive`, which stays open too.
+    Requests for metadata (of a single source), `damaged` and `result` may go over the connection that opened
+    the lease. `alive` has a connection of its own, `_alive`, which stays open too.
 
     Requests raise LinkError if the connection fails, is too slow or its token is wrong, LeaseEnded if `renew`
     may help, and PeerError if the answer can't be used or is an error.
@@ -122,16 +100,11 @@ class RemoteSource:
         self.error: FerryError | None = None
         self.heard_s = 0.0
         self.backoff = Backoff()
-        # One context for all connections: loading the system's certificates takes longer than a request.
-        self._tls = tls or (ssl.create_default_context() if address.secure else None)
+        self._connections = Connections(address, tls)
         self._max_metadata_bytes = max_metadata_bytes
         self._via = via
-        self._lock = threading.Lock()
-        self._connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
-        self._control: _Control | None = None
         self._alive: HttpConnection | None = None
         self._renewing = threading.Lock()
-        self._is_over = False
         self._wake = threading.Event()  # wakes `keep_alive`
 
     @property
@@ -141,7 +114,7 @@ class RemoteSource:
 
     def connect(self, timeout_s: float) -> HttpConnection:
         """Connect; raises LinkBroken or LinkTimeout."""
-        return HttpConnection(self.address, self._tls, max(timeout_s, _MIN_WAIT_S), self._add)
+        return self._connections.open(timeout_s)
 
     def connect_for_chunks(self, timeout_s: float) -> HttpConnection:
         """Connect to the source's Unix socket if it is on this machine, and else over TCP.
@@ -162,7 +135,7 @@ class RemoteSource:
         """Return whether chunks can come through memory."""
         if self._via != "tcp":
             with suppress(LinkError):
-                self.close(self._connect_locally(_MIN_WAIT_S))
+                self.close(self._connect_locally(0.0))
                 return True
         return False
 
@@ -175,8 +148,7 @@ class RemoteSource:
                 f"a proxy is in between: the address has port {self.address.port}, the source listens on "
                 f"{self.grant.port}"
             )
-        wait_s = max(timeout_s, _MIN_WAIT_S)
-        return HttpConnection(self.address, None, wait_s, self._add, local=self.grant.memory)
+        return self._connections.open(timeout_s, local=self.grant.memory)
 
     def fall_back_to_tcp(self, error: LinkBroken) -> None:
         """Use TCP from now on; raises PeerError if chunks must come through memory."""
@@ -184,35 +156,18 @@ class RemoteSource:
             raise PeerError(f"memory can't be used: {error.what}", peer=self.peer) from None
         self.report.why_tcp = error.what
 
-    def _add(self, connection: HttpConnection) -> None:
-        with self._lock:
-            self._connections.add(connection)
-            if self._is_over:
-                connection.shut_down()
-
     def close(self, connection: HttpConnection) -> None:
         """Close a connection. Only the thread that uses it does that."""
-        connection.close()
-        with self._lock:
-            self._connections.discard(connection)
+        self._connections.close(connection)
 
     def shut_down_readers(self, reason: str = "the fetch is over") -> None:
         """End all connections but those that keep the lease: the one that opened it, and that for `alive`."""
-        with self._lock:
-            control = None if self._control is None else self._control.connection
-            for connection in self._connections:
-                if connection not in (control, self._alive):
-                    connection.shut_down(reason)
+        self._connections.shut_down_readers(reason, spared=self._alive)
 
     def shut_down(self) -> None:
         """End all connections, and every one that is opened later."""
-        with self._lock:
-            self._is_over = True
-            self._wake.set()
-            for connection in self._connections:
-                connection.shut_down()
-            if self._control is not None and not self._control.is_used:
-                self._control.connection.close()
+        self._connections.shut_down()
+        self._wake.set()
 
     # Requests.
 
@@ -235,10 +190,7 @@ class RemoteSource:
                     grant = decode_value(answer, pull.grant_decoder)
                     if not pull.fits(wanted, grant.version):
                         raise PeerError(f"the source granted version {grant.version}, not {wanted}")
-                    with self._lock:
-                        if not self._is_over:
-                            earlier, self._control = self._control, _Control(control)
-                            unneeded = None if earlier is None or earlier.is_used else earlier.connection
+                    unneeded = self._connections.hold(control)
                     if self.is_peer:
                         # On a long link, an answer takes longer.
                         self.peer_s = PEER_S + 2 * self.connect_s
@@ -274,7 +226,7 @@ class RemoteSource:
         def read(connection: HttpConnection) -> tuple[bytes, bytes]:
             try:
                 for what in limits:
-                    self._send(connection, "GET", self._path(what), silent_s)
+                    connection.send("GET", self._path(what), timeout_s=silent_s)
                 manifest, digests = (
                     self._answer(connection, what, max_bytes)[1] for what, max_bytes in limits.items()
                 )
@@ -282,7 +234,7 @@ class RemoteSource:
             finally:
                 self.heard_s = connection.heard_s
 
-        manifest, digests = self._ask_on_control(read, silent_s, reuse=reuse)
+        manifest, digests = self._connections.ask(read, silent_s, reuse=reuse)
         found = pull.metadata_digest(manifest, digests, grant.version, grant.root)
         if found != grant.metadata:
             raise Corrupted((), "the metadata arrived damaged: its digest is not the one that was announced")
@@ -317,7 +269,7 @@ class RemoteSource:
 
     def request_chunks(self, connection: HttpConnection, chunks: range, timeout_s: float) -> None:
         """Ask for a range of chunks."""
-        self._send(connection, "GET", self._path(f"chunks/{chunks.start}-{chunks.stop}"), timeout_s)
+        connection.send("GET", self._path(f"chunks/{chunks.start}-{chunks.stop}"), timeout_s=timeout_s)
 
     def read_chunks_head(self, connection: HttpConnection, nbytes: int) -> None:
         """Read the head of the next answer to a request for chunks. The caller then reads `nbytes` bytes."""
@@ -361,7 +313,7 @@ class RemoteSource:
         while True:
             self._wake.wait(pull.ALIVE_S)
             self._wake.clear()
-            if self._is_over:
+            if self._connections.is_over:
                 break
             self._show_alive()
         self._close_alive()
@@ -376,7 +328,7 @@ class RemoteSource:
         except FerryError:
             # If the source is gone, the next request for chunks finds that out.
             self._close_alive()
-            if not (is_new or self._is_over):
+            if not (is_new or self._connections.is_over):
                 self._show_alive()
 
     def _close_alive(self) -> None:
@@ -401,48 +353,9 @@ class RemoteSource:
         return False
 
     def _post(self, what: str, timeout_s: float, body: bytes = b"") -> None:
-        self._ask_on_control(
+        self._connections.ask(
             lambda connection: self._ask(connection, "POST", self._path(what), timeout_s, body), timeout_s
         )
-
-    def _ask_on_control(
-        self, ask: Callable[[HttpConnection], T], timeout_s: float, *, reuse: bool = True
-    ) -> T:
-        """Call `ask` with a connection from `_connected`.
-
-        If a connection that was used before breaks without an answer, call it once more with a new one. The
-        source may have handled the first request.
-        """
-        began_s, used = time.monotonic(), None
-        try:
-            with self._connected(timeout_s, reuse=reuse) as used:
-                return ask(used)
-        except LinkBroken:
-            is_unanswered = used is not None and used.heard_s < began_s
-            if not is_unanswered:
-                raise
-        with self._connected(timeout_s, reuse=False) as fresh:
-            return ask(fresh)
-
-    @contextmanager
-    def _connected(self, timeout_s: float, *, reuse: bool = True) -> Iterator[HttpConnection]:
-        """Yield a connection for requests: with `reuse`, that of the lease if it is free; or a new one."""
-        with self._lock:
-            control = self._control if reuse and self._control is not None and self._control.is_free else None
-            if control is not None:
-                control.is_used = True
-        used = control or _Control(self.connect(timeout_s), is_used=True)
-        try:
-            yield used.connection
-        except BaseException:
-            used.is_spoilt = True
-            raise
-        finally:
-            with self._lock:
-                used.is_used = False
-                is_unneeded = used is not self._control or self._is_over
-            if is_unneeded:
-                self.close(used.connection)
 
     def _path(self, what: str) -> str:
         assert self.grant is not None, "only a source that granted a lease is asked"
@@ -457,13 +370,8 @@ class RemoteSource:
         body: bytes = b"",
     ) -> tuple[int, bytes]:
         """Send a request, and return the status and the body of its response."""
-        self._send(connection, method, path, timeout_s, body)
+        connection.send(method, path, body, timeout_s=timeout_s)
         return self._answer(connection, path.rpartition("/")[2])
-
-    def _send(
-        self, connection: HttpConnection, method: str, path: str, timeout_s: float, body: bytes = b""
-    ) -> None:
-        connection.send(method, path, body, timeout_s=max(timeout_s, _MIN_WAIT_S))
 
     def _answer(
         self, connection: HttpConnection, what: str, max_bytes: int = _MAX_ANSWER_BYTES

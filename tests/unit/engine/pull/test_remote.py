@@ -15,6 +15,7 @@ import torchferry
 from tests.support.proxy import Exchange, Proxy
 from torchferry.core import pull
 from torchferry.core.pull import LeaseRequest, Result
+from torchferry.engine.pull.connections import Connections
 from torchferry.engine.pull.remote import RemoteSource
 from torchferry.errors import LinkTimeout
 from torchferry.links.address import parse_address
@@ -27,13 +28,13 @@ TIMEOUT_S = 5.0
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[HttpConnection]:
     """The connections that were opened, in order."""
     found: list[HttpConnection] = []
-    original = RemoteSource._add
+    original = Connections._add
 
-    def add(self: RemoteSource, connection: HttpConnection) -> None:
+    def add(self: Connections, connection: HttpConnection) -> None:
         found.append(connection)
         original(self, connection)
 
-    monkeypatch.setattr(RemoteSource, "_add", add)
+    monkeypatch.setattr(Connections, "_add", add)
     return found
 
 
@@ -109,7 +110,7 @@ def test_a_renewed_lease_closes_the_connection_of_the_earlier_one(opened: list[H
         assert [is_open(each) for each in opened] == [False, True]
         # A thread that uses it closes it itself.
         ended = remote.grant
-        with remote._connected(TIMEOUT_S) as used:
+        with remote._connections.borrowed(TIMEOUT_S) as used:
             remote.renew(wanted, ended, time.monotonic() + TIMEOUT_S)  # type: ignore[arg-type]
             assert used is opened[1]
             assert [is_open(each) for each in opened] == [False, True, True]
@@ -118,7 +119,7 @@ def test_a_renewed_lease_closes_the_connection_of_the_earlier_one(opened: list[H
 
 def test_a_connection_that_is_used_at_the_end_is_closed_by_its_thread(opened: list[HttpConnection]) -> None:
     with torchferry.serve({"w": torch.arange(1000)}, 1) as source, leased(source.address) as remote:
-        with remote._connected(TIMEOUT_S) as used:
+        with remote._connections.borrowed(TIMEOUT_S) as used:
             remote.shut_down()
             assert is_open(used)
         assert not is_open(used)
