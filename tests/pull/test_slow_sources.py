@@ -246,9 +246,10 @@ def test_a_failed_fetch_waits_once_for_a_source_that_does_not_take_its_result(
 
 
 def test_connections_that_the_network_lost_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall that is restarted, for example, forgets all of them. The source is there all the time."""
+    """A firewall that is restarted, for example, forgets all of them. The lease stays open."""
     monkeypatch.setattr(sockets, "LOST_S", 2)
-    lost: list[HttpConnection] = []
+    monkeypatch.setattr(sockets, "SERVER_LOST_S", 10)
+    lost: list[socket.socket] = []
     opened: list[HttpConnection] = []
     add = Connections._add
 
@@ -258,9 +259,10 @@ def test_connections_that_the_network_lost_are_replaced(monkeypatch: pytest.Monk
 
     def lose_all(event: torchferry.ProgressEvent) -> None:
         if event.bytes_moved and not lost:
-            lost.extend(opened)
-            for connection in lost:
-                lose(connection._sock)
+            lost.extend([each._sock for each in opened])
+            lost.extend([each.sock for each in source._server._admitted.values()])
+            for sock in lost:
+                lose(sock)
 
     monkeypatch.setattr(Connections, "_add", note)
     state = {"w": torch.arange(64 << 20, dtype=torch.uint8)}

@@ -216,8 +216,9 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",
         "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
         "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",
-        "TCP connection whose other end acknowledges nothing": f"{sockets.LOST_S} s. "
-        "Both ends let the kernel probe it while it is silent",
+        "TCP connection whose other end acknowledges nothing": f"lost after {sockets.LOST_S} s "
+        f"at a client, {sockets.SERVER_LOST_S} s at a server. "
+        "The kernel of each end probes it while it is silent",
         "open leases": f"{MAX_LEASES:,}; then 410",
     }
     assert f"after {pull.LEASE_S:g} s in which the source neither" in PAGE

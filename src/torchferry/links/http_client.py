@@ -115,7 +115,7 @@ class HttpConnection:
                 close_after_fork(self)
                 connecting(self)
                 self._sock.settimeout(timeout_s)
-                sockets.prepare(self._sock)
+                sockets.prepare(self._sock, sockets.LOST_S)
                 self._raise_if_shut_down()
                 if self._local is None:
                     self._sock.connect(where)

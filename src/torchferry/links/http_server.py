@@ -79,7 +79,7 @@ class HttpServer:
         self._waker, self._woken = socket.socketpair()
         for listener in listeners:
             listener.setblocking(False)
-            sockets.prepare(listener)
+            sockets.prepare(listener, sockets.SERVER_LOST_S)
             self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         close_after_fork(self)

@@ -13,6 +13,8 @@ _MIN_WAIT_S = 0.001
 LOST_S = 10
 """A TCP connection is lost if the kernel of the other machine acknowledges nothing for so many seconds: that
 machine is down, or a firewall has forgotten the connection. A process that is slow or stopped is not lost."""
+SERVER_LOST_S = 20
+"""The same at a server. A client that has lost all its connections can open a new one before."""
 _PROBES = 4
 """How many probes of a silent connection must go unanswered."""
 
@@ -24,16 +26,17 @@ def timeout_of(timeout_s: float) -> float:
     return min(max(timeout_s, _MIN_WAIT_S), _MAX_WAIT_S)
 
 
-def prepare(sock: socket.socket) -> None:
+def prepare(sock: socket.socket, lost_s: int) -> None:
     """Set the options of a TCP connection: send at once, notice a lost one, and use CUBIC instead of BBR.
 
     Call it before the socket connects. Connections that a listener accepts have the options of the listener.
+    The kernel probes a connection while it is silent, and finds after `lost_s` seconds that it is lost.
     """
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probe_s = max(LOST_S // (_PROBES + 1), 1)
+    probe_s = max(lost_s // (_PROBES + 1), 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)

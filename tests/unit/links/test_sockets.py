@@ -181,6 +181,7 @@ def test_a_server_that_is_closed_waits_for_an_answer_to_a_local_client(served: R
 @pytest.fixture
 def quickly_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "LOST_S", 2)
+    monkeypatch.setattr(sockets, "SERVER_LOST_S", 2)
 
 
 @pytest.mark.usefixtures("quickly_lost")
