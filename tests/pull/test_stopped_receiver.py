@@ -32,12 +32,12 @@ STALL_S = 2.0
 RECEIVE_BUFFER_BYTES = 256 << 10
 
 
-def limit_receive_buffer(sock: socket.socket) -> None:
+def limit_receive_buffer(sock: socket.socket, lost_s: int) -> None:
     """Let the kernel receive little while the process is stopped.
 
     Otherwise it may receive all that was requested, and the source does not wait.
     """
-    prepare(sock)
+    prepare(sock, lost_s)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
 
 

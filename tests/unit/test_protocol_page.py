@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.support.sizes import examples
-from torchferry.core import pull
+from torchferry.core import pull, schedule
 from torchferry.core.leases import MAX_LEASES
 from torchferry.core.manifest import PICKLED, VALUE, Manifest, TensorSpec
 from torchferry.core.plan import MAX_CHUNKS, make_plan
@@ -216,6 +216,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "wait for a receiver to take bytes": f"{http_server.SEND_S:g} s",
         "wait for a newer version, for one request": f"{pull.MAX_WAIT_S:g} s",
         "lease without a request or a sent chunk": f"{pull.LEASE_S:g} s",
+        "connecting to an address": f"{sockets.LOST_S} s; {schedule.OVERDUE_S:g} s if another source serves",
         "TCP connection whose other end acknowledges nothing": f"lost after {sockets.LOST_S} s "
         f"at a client, {sockets.SERVER_LOST_S} s at a server. "
         "The kernel of each end probes it while it is silent",

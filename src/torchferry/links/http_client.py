@@ -35,6 +35,10 @@ class MemoryUnusable(LinkBroken):
     """A body can't come through memory. It may come over TCP."""
 
 
+class Unreachable(LinkBroken):
+    """The other machine did not answer for LOST_S when this one tried to connect."""
+
+
 class ResponseHead:
     """The status and the length of a response, and whether its body comes through a ring."""
 
@@ -95,6 +99,9 @@ class HttpConnection:
             elif local is None:
                 self._readable = select.poll()
                 self._readable.register(self._sock, select.POLLIN)
+        except Unreachable:
+            self.close()
+            raise
         except (OSError, UnicodeError) as error:
             with suppress(AttributeError):  # there is no socket if the host has no address
                 self.close()
@@ -114,19 +121,25 @@ class HttpConnection:
             try:
                 close_after_fork(self)
                 connecting(self)
-                self._sock.settimeout(timeout_s)
+                self._sock.settimeout(min(timeout_s, sockets.LOST_S))
                 sockets.prepare(self._sock, sockets.LOST_S)
                 self._raise_if_shut_down()
                 if self._local is None:
                     self._sock.connect(where)
-                    sockets.limit_unacknowledged(self._sock)
                 else:
                     sockets.connect_locally(self._sock, where)
+                self._sock.settimeout(timeout_s)
                 return
-            except OSError:
+            except OSError as error:
                 self._sock.close()
-                if number == len(found):
-                    raise
+                if number < len(found):
+                    continue
+                if isinstance(error, TimeoutError) and timeout_s > sockets.LOST_S:
+                    what = (
+                        f"its machine has not answered for {sockets.LOST_S} s: it is down, or the network is"
+                    )
+                    raise Unreachable(what, peer=str(self.address)) from None
+                raise
 
     @property
     def own_host(self) -> str:
@@ -152,6 +165,7 @@ class HttpConnection:
         try:
             self._sock.settimeout(sockets.timeout_of(timeout_s))
             head = parser.send(h11.Request(method=method, target=path, headers=headers)) or b""
+            sockets.limit_unacknowledged(self._sock, len(body))
             self._sock.sendall(head + body)
             self._parsers.append(parser)
         except OSError as error:

@@ -39,6 +39,8 @@ MAX_PENDING = 512
 
 IDLE_S = 600.0
 """How long a connection with the token may wait before its next request."""
+_LOOK_S = 2.0
+"""How often the server looks for connections that are lost."""
 SEND_S = 60.0
 """How long a connection with the token may wait to send more of an answer, or to read more of a request."""
 MAX_CONNECTIONS = 1024
@@ -74,6 +76,7 @@ class HttpServer:
         self._pending: dict[int, ServerConnection] = {}  # oldest first; only the watching thread uses it
         self._admitted: dict[int, ServerConnection] = {}
         self._is_closed = False
+        self._looked_s = 0.0
         self._free_rings = threading.Semaphore(_MAX_RINGS)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -192,13 +195,24 @@ class HttpServer:
             self._selector.close()
 
     def _expire(self) -> float | None:
-        """Close pending connections that took too long; return in how many seconds to look again."""
+        """Close pending connections that took too long, and shut down lost ones.
+
+        Return in how many seconds to look again.
+        """
         now_s = time.monotonic()
-        for connection in list(self._pending.values()):
-            if now_s < connection.since_s + PENDING_S:
-                return connection.since_s + PENDING_S - now_s
+        found = list(self._pending.values())
+        late = [each for each in found if now_s >= each.since_s + PENDING_S]
+        for connection in late:
             self._reject(connection)
-        return None
+        if now_s >= self._looked_s + _LOOK_S:
+            self._looked_s = now_s
+            with self._lock:
+                for connection in self._admitted.values():
+                    if sockets.is_lost(connection.sock):
+                        sockets.shut_down(connection.sock)
+        pending_s = found[len(late)].since_s + PENDING_S - now_s if len(found) > len(late) else None
+        look_s = _LOOK_S if self._admitted else None
+        return min((each for each in (pending_s, look_s) if each is not None), default=None)
 
     def _accept(self, listener: socket.socket) -> None:
         try:

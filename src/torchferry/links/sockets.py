@@ -15,9 +15,12 @@ LOST_S = 10
 machine is down, or a firewall has forgotten the connection. A process that is slow or stopped is not lost."""
 SERVER_LOST_S = 20
 """The same at a server. A client that has lost all its connections can open a new one before."""
+_FITS_BYTES = 16 << 10
+"""So many bytes always fit into the buffers of the other end."""
 _PROBES = 4
 """How many probes of a silent connection must go unanswered."""
 
+_TCP_INFO = struct.Struct("=8B13I")  # the first fields
 _UCRED = struct.Struct("3i")  # process, user, group
 
 
@@ -46,14 +49,28 @@ def prepare(sock: socket.socket, lost_s: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
-def limit_unacknowledged(sock: socket.socket) -> None:
-    """Let a TCP connection fail if what this end sends is not acknowledged for LOST_S.
+def limit_unacknowledged(sock: socket.socket, nbytes: int) -> None:
+    """Let a TCP connection fail if the next bytes that this end sends are not acknowledged for LOST_S.
 
-    Only for clients, whose requests are short. A client that is stopped may leave the bytes of a server
-    unacknowledged for longer.
+    Probes end only a connection on which no sent byte is unacknowledged. Many bytes may take longer: if
+    the process at the other end is stopped, and its buffers are full, the kernel counts that time too.
     """
     if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+        limit_ms = LOST_S * 1000 if nbytes <= _FITS_BYTES else 0
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+
+def is_lost(sock: socket.socket) -> bool:
+    """Return whether bytes were sent again, and nothing was acknowledged for SERVER_LOST_S.
+
+    If the process at the other end is stopped, its kernel goes on to acknowledge, until its buffers are full;
+    then nothing is sent again.
+    """
+    if sock.family == socket.AF_UNIX:
+        return False
+    found = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    times_sent_again, acknowledged_ms_ago = int(found[2]), int(found[20])
+    return times_sent_again > 0 and acknowledged_ms_ago > SERVER_LOST_S * 1000
 
 
 def listen_locally(name: str) -> socket.socket:

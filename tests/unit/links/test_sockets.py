@@ -9,16 +9,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.support.children import wait_until
 from tests.support.http_peers import connect, lose, request
-from torchferry.errors import LinkBroken
+from tests.support.proxy import BlackHole
+from torchferry.errors import LinkBroken, LinkTimeout
 from torchferry.links import sockets
-from torchferry.links.address import Address, listen
-from torchferry.links.http_client import HttpConnection
+from torchferry.links.address import Address, listen, parse_address
+from torchferry.links.http_client import HttpConnection, Unreachable
 from torchferry.links.http_server import HttpServer
 from torchferry.links.server_connection import Request, Response
 from torchferry.links.shared_memory import SharedBlock
@@ -202,19 +204,76 @@ def test_a_client_gives_up_a_connection_whose_packets_are_not_acknowledged(end: 
 
 
 @pytest.mark.usefixtures("quickly_lost")
-def test_a_server_closes_the_connection_of_a_client_that_is_lost() -> None:
-    closed = threading.Event()
+def test_a_client_gives_up_an_address_at_which_no_machine_answers() -> None:
+    with BlackHole() as hole:
+        began_s = time.monotonic()
+        with pytest.raises(Unreachable, match="its machine has not answered for 2 s"):
+            HttpConnection(parse_address(hole.address), None, 30.0)
+        assert 2.0 <= time.monotonic() - began_s < 4.0
+        with pytest.raises(LinkTimeout, match=r"could not connect within 0\.5 s"):
+            HttpConnection(parse_address(hole.address), None, 0.5)
 
-    class Noting(Sharing):
-        def disconnected(self, connection: int) -> None:
-            closed.set()
 
-    listener = listen("127.0.0.1", 0)
+@pytest.mark.usefixtures("quickly_lost")
+def test_a_client_waits_for_a_server_that_is_stopped_and_whose_buffers_are_full() -> None:
+    body = bytes(8 << 20)
+
+    def read_late(listener: socket.socket) -> None:
+        accepted, _ = listener.accept()
+        with accepted:
+            time.sleep(5.0)
+            left = len(body)
+            while left > 0:
+                left -= len(accepted.recv(1 << 20))
+            accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            accepted.recv(1)
+
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
+        reading = pool.submit(read_late, listener)
+        with contextlib.closing(HttpConnection(address, None, 30.0)) as connection:
+            assert connection.request("POST", "/x", body, timeout_s=30.0).status == 200
+        reading.result()
+
+
+@dataclass
+class Ending(Sharing):
+    """A handler that knows when a connection has ended."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def disconnected(self, connection: int) -> None:
+        self.ended.set()
+
+
+@pytest.mark.usefixtures("quickly_lost")
+@pytest.mark.parametrize("path", ["/x", "/slow"], ids=["while it is silent", "while it is answered"])
+def test_a_server_closes_the_connection_of_a_client_that_is_lost(path: str) -> None:
+    listener, handler = listen("127.0.0.1", 0), Ending()
     address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
     # This client does not probe the connection itself.
-    with contextlib.closing(HttpServer([listener], TOKEN, Noting())), connect(address) as client:
-        client.sendall(request("GET", "/x", TOKEN))
-        assert client.recv(1000).endswith(b"plain")
-        assert not closed.wait(1.0)
+    with contextlib.closing(HttpServer([listener], TOKEN, handler)), connect(address) as client:
+        client.sendall(request("GET", path, TOKEN))
+        wait_until(lambda: handler.asked, 5.0)
+        if path == "/x":
+            assert client.recv(1000).endswith(b"plain")
+        assert not handler.ended.wait(1.0)
         lose(client)
-        assert closed.wait(10.0)
+        handler.go_on.set()
+        assert handler.ended.wait(12.0)
+
+
+@pytest.mark.usefixtures("quickly_lost")
+def test_a_server_waits_for_a_client_that_is_stopped() -> None:
+    class Long(Ending):
+        def answer(self, request: Request) -> Response:
+            return Response(200, bytes(32 << 20))
+
+    listener, handler = listen("127.0.0.1", 0), Long()
+    address = Address("127.0.0.1", listener.getsockname()[1], TOKEN)
+    with contextlib.closing(HttpServer([listener], TOKEN, handler)), connect(address) as client:
+        client.sendall(request("GET", "/x", TOKEN))
+        assert not handler.ended.wait(7.0)
+        received = 0
+        while received < 32 << 20:
+            received += len(client.recv(1 << 20))

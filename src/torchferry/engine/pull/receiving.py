@@ -30,7 +30,7 @@ from torchferry.engine.pull.landing import Landing
 from torchferry.engine.pull.remote import TOO_SLOW, LeaseEnded, RemoteSource
 from torchferry.engine.pull.sources import Sources
 from torchferry.errors import Corrupted, LinkError, LinkStalled, LinkTimeout, PeerError, StateError
-from torchferry.links.http_client import HttpConnection, MemoryUnusable
+from torchferry.links.http_client import HttpConnection, MemoryUnusable, Unreachable
 
 EVENT_BYTES = 8 << 20
 EVENT_S = 0.1
@@ -270,17 +270,28 @@ class Receiving:
         """
         while self._may_ask(lane) and self._wait_until_needed(lane):
             if lane.connection is None:
-                lane.is_connecting = True
-                try:
-                    lane.connection = lane.source.connect_for_chunks(left_s(self._deadline_s))
-                finally:
-                    lane.is_connecting = False
+                lane.connection = self._connect(lane)
                 self._raise_if_over()
             with self._changed:
                 if self._schedule.has_more:
                     now_s, peer_s = time.monotonic(), lane.source.peer_s
                     return self._schedule.take(lane.number, self._parts(), now_s, peer_s)
         return None
+
+    def _connect(self, lane: _Lane) -> HttpConnection:
+        """Connect to a lane's source. If there are others, do not wait long, and do not use a peer again."""
+        source, limit_s = lane.source, left_s(self._deadline_s)
+        has_others = any(each is not source for each in self._sources.serving())
+        lane.is_connecting = True
+        try:
+            return source.connect_for_chunks(min(limit_s, OVERDUE_S) if has_others else limit_s)
+        except LinkTimeout as error:
+            if has_others and source.is_peer:
+                raise Unreachable(error.what) from None
+            lane.backoff_s = OVERDUE_S if has_others else None
+            raise
+        finally:
+            lane.is_connecting = False
 
     def _parts(self) -> int:
         """Return into how many requests the chunks that are needed are split.
@@ -306,8 +317,9 @@ class Receiving:
             while not self._sources.is_over and source.serves and not schedule.is_done:
                 now_s = time.monotonic()
                 is_paused = source not in self._preferred or source.backoff.is_active(now_s)
-                # If all other sources are in backoff too, waiting gains nothing.
-                others = [each for each in self._sources.serving() if each is not source]
+                # If all other sources are in backoff too, or not connected, waiting gains nothing.
+                absent = [source, *(each.source for each in self._lanes if each.is_connecting)]
+                others = [each for each in self._sources.serving() if each not in absent]
                 has_others = any(not each.backoff.is_active(now_s) for each in others)
                 if schedule.has_more and not (is_paused and has_others):
                     return True
@@ -381,7 +393,7 @@ class Receiving:
             if backoff_s is not None:
                 self._sources.set_back(source, backoff_s)
                 return
-            is_last = source.backoff.failed(lane.number)
+            is_last = source.backoff.failed(lane.number) or isinstance(error, Unreachable)
         if is_last:
             raise Corrupted(error.paths) if isinstance(error, _Damaged) else error
         if isinstance(error, LeaseEnded) and grant is not None:

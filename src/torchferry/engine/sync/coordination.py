@@ -201,10 +201,15 @@ class Coordinator:
                 known, address = self.ranks.get(rank), None
                 with suppress(FerryError):
                     address = self._look_up(rank) if known is None else known.coordinator
-                if not address or address == CALLED or _can_be_reached(address):
+                if not address or address == CALLED:
+                    continue
+                error = _why_unreachable(address)
+                if error is None:
+                    dead.pop(address, None)
                     continue
                 since_s = dead.setdefault(address, time.monotonic())
-                if known is not None or time.monotonic() >= since_s + _DEAD_S:
+                refuses = not isinstance(error, LinkTimeout)
+                if (known is not None and refuses) or time.monotonic() >= since_s + _DEAD_S:
                     with self._changed:
                         if rank in self._missing():
                             self._lose(rank, _LOST)
@@ -294,12 +299,12 @@ def _assign(described: Mapping[int, Inventory], target: TargetVersion) -> Assign
         return refusal_of(error)
 
 
-def _can_be_reached(address: str) -> bool:
+def _why_unreachable(address: str) -> LinkError | None:
     try:
         HttpConnection(parse_address(address), None, _SHORT_S).close()
-    except LinkError:
-        return False
-    return True
+    except LinkError as error:
+        return error
+    return None
 
 
 def _closed_response(reason: str) -> Response:
