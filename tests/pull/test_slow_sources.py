@@ -284,6 +284,7 @@ def test_a_source_that_is_stopped_for_longer_is_not_lost(
     solos: Solos, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "LOST_S", 1)
+    monkeypatch.setattr(remote, "MAX_LANES", 1)
     source = solos.get("source-0")
     address = source.run(serve_state, 8 * MIB)
     local = old_state(8 * MIB)
