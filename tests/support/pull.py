@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,11 +218,14 @@ def fetch_into(
     started_s = time.monotonic()
     try:
         with _interrupts(interruptible):
-            got = torchferry.fetch(addresses, local, **options)
-    except SystemExit:
-        raise
-    except BaseException as raised:
-        error = raised
+            try:
+                got = torchferry.fetch(addresses, local, **options)
+            except SystemExit:
+                raise
+            except BaseException as raised:
+                error = None if interruptible and _came_after_the_end(raised) else raised
+    except KeyboardInterrupt:
+        assert interruptible  # it came when the fetch had ended
     ended_s = time.monotonic()
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     logger.removeHandler(heard)
@@ -241,6 +245,13 @@ def fetch_into(
         None if got is None else got.report,
         heard.texts,
     )
+
+
+def _came_after_the_end(error: BaseException) -> bool:
+    """Return whether Ctrl-C came when the fetch was complete, but had not returned to its caller yet."""
+    running = {"_Fetch.run", "_Fetch.stop", "_Fetch.explain", "_stop_after"}
+    frames = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, KeyboardInterrupt) and not running.intersection(frames)
 
 
 @contextlib.contextmanager

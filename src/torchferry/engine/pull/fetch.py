@@ -118,7 +118,7 @@ def fetch_state(addresses: Sequence[Address], options: FetchOptions, workspace: 
             options.reshare.finish(options.linger_s)
         return fetched
     except BaseException as error:
-        explained = fetch.explain(_stop_after(fetch, error))
+        explained = _stop_after(fetch, error)
         try:
             if explained is error:
                 raise
@@ -130,16 +130,16 @@ def fetch_state(addresses: Sequence[Address], options: FetchOptions, workspace: 
 
 
 def _stop_after(fetch: "_Fetch", error: BaseException) -> BaseException:
-    """Stop a fetch that failed, however often the user presses Ctrl-C meanwhile; return the last error."""
-    result: Result | None = fetch.result_of(error)
+    """Stop a fetch that failed, however often the user presses Ctrl-C meanwhile; explain the last error."""
+    is_told = False
     while True:
         try:
-            fetch.stop(result)
+            fetch.stop(None if is_told else fetch.result_of(error))
             if fetch.options.reshare is not None:
                 fetch.options.reshare.stop()
-            return error
+            return fetch.explain(error)
         except KeyboardInterrupt as again:
-            error, result = again, None
+            error, is_told = again, True
 
 
 class _Fetch(Phases):
