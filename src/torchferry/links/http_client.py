@@ -36,7 +36,7 @@ class MemoryUnusable(LinkBroken):
 
 
 class Unreachable(LinkBroken):
-    """The other machine did not answer for LOST_S when this one tried to connect."""
+    """The other machine did not answer when this one tried to connect: waiting longer is not worth it."""
 
 
 class ResponseHead:

@@ -14,7 +14,7 @@ LOST_S = 10
 """A TCP connection is lost if the kernel of the other machine acknowledges nothing for so many seconds: that
 machine is down, or a firewall has forgotten the connection. A process that is slow or stopped is not lost."""
 SERVER_LOST_S = 20
-"""The same at a server. A client that has lost all its connections can open a new one before."""
+"""The same at a server. It is longer, so that a client that lost all connections can open a new one first."""
 _FITS_BYTES = 16 << 10
 """So many bytes always fit into the buffers of the other end."""
 _PROBES = 4

@@ -63,8 +63,8 @@ _LOOK_S = 0.2
 """How often a coordinator checks whether a rank that waits for an answer is still connected."""
 
 _DEAD_S = 0.5
-"""A rank whose address in the store refuses connections for this long is lost. A rank whose call ends removes
-its address before it stops listening."""
+"""A rank that can't be connected to for this long is lost. A rank whose call ends removes its address from
+the store before it stops listening."""
 
 _LAST_S = 2.0
 """How long a coordinator that closes waits until all other ranks have read their last answer."""
@@ -208,6 +208,7 @@ class Coordinator:
                     dead.pop(address, None)
                     continue
                 since_s = dead.setdefault(address, time.monotonic())
+                # A timeout may be a lost packet. A refusal is certain, unless the address is an old one.
                 refuses = not isinstance(error, LinkTimeout)
                 if (known is not None and refuses) or time.monotonic() >= since_s + _DEAD_S:
                     with self._changed:
